@@ -1,0 +1,140 @@
+"""From model directories to weights on the device, with every mismatch refused before reading."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from acceptmoe_jax.errors import UserError
+from acceptmoe_jax.models import eagle3, qwen3_moe
+from acceptmoe_jax.models.config import Eagle3Config, Qwen3MoeConfig
+from acceptmoe_jax.models.experts import abstract_bank, resident_bank
+from acceptmoe_jax.runtime.programs import Setup, Weights
+from acceptmoe_jax.selection import config_hash
+from acceptmoe_jax.speculation import TreeConfig
+from acceptmoe_jax.text.tokenizer import Tokenizer
+from acceptmoe_jax.weights.checkpoint import Checkpoint, resolve_directory
+from acceptmoe_jax.weights.eagle3 import load_eagle3, owns_embedding
+from acceptmoe_jax.weights.key_maps import bank_names, qwen3_moe_key
+from acceptmoe_jax.weights.loading import load_trees, plan_tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretrained:
+    """A loaded target and, if there is one, its head."""
+
+    setup: Setup
+    weights: Weights
+    tokenizer: Tokenizer
+    target: Checkpoint
+    head: Checkpoint | None
+
+    @property
+    def hashes(self) -> tuple[str, str]:
+        """Of the target's and the head's config, as a commitment table records them."""
+        return config_hash(self.target.config), config_hash(self.head.config)
+
+
+def load_pretrained(
+    target: str,
+    draft: str | None,
+    *,
+    dtype: jnp.dtype,
+    tree: TreeConfig,
+    progress: Callable[[int], None] | None = None,
+) -> Pretrained:
+    """Loads a target and a head from directories or hub ids.
+
+    Args:
+      target: of a Qwen3-MoE model.
+      draft: of an EAGLE-3 head for it; None for plain decoding.
+      dtype: of the weights in memory.
+      tree: shape of the draft trees.
+      progress: called with the bytes of every leaf that was placed.
+
+    Raises:
+      UserError: naming the file, key or flag, for anything missing, damaged or mismatched.
+    """
+    checkpoint = Checkpoint.open(resolve_directory(target))
+    config = Qwen3MoeConfig.from_hf(checkpoint.config, checkpoint.config_file)
+    tokenizer = Tokenizer.from_directory(checkpoint.directory)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(
+            f"{checkpoint.directory}: tokenizer.json has {tokenizer.vocab_size} tokens, but "
+            f"config.json says vocab_size = {config.vocab_size}"
+        )
+    setup = Setup(config, None, (), False, tree)
+    head_checkpoint = None
+    if draft is not None:
+        head_checkpoint = Checkpoint.open(resolve_directory(draft))
+        setup = _with_head(setup, head_checkpoint)
+    weights = _load_target(checkpoint, config, dtype, progress)
+    if head_checkpoint is not None:
+        params, target_ids = load_eagle3(
+            head_checkpoint,
+            eagle3.abstract_params(setup.head, dtype, setup.owns_embedding),
+            draft_vocab=setup.head.draft_vocab_size or config.vocab_size,
+            target_vocab=config.vocab_size,
+            dtype=dtype,
+            progress=progress,
+        )
+        weights = weights.replace(head=params, target_ids=jnp.asarray(target_ids))
+    return Pretrained(setup, weights, tokenizer, checkpoint, head_checkpoint)
+
+
+def _load_target(checkpoint, config, dtype, progress) -> Weights:
+    moe_layers = [i for i in range(config.num_layers) if i not in config.dense_layers]
+    bank = abstract_bank(config, dtype)
+    matrices = {"gate": bank.gate, "up": bank.up, "down": bank.down}
+    plans = [
+        plan_tree(qwen3_moe.abstract_params(config, dtype), qwen3_moe_key, dtype=dtype),
+        *(
+            plan_tree(matrices, bank_names(layer, config.num_experts), dtype=dtype)
+            for layer in moe_layers
+        ),
+    ]
+    params, *loaded = load_trees(checkpoint, plans, progress=progress)
+    banks = dict(zip(moe_layers, loaded))
+    return Weights(
+        target=params,
+        banks=tuple(
+            resident_bank(banks[layer], config.num_experts) if layer in banks else None
+            for layer in range(config.num_layers)
+        ),
+    )
+
+
+def _with_head(setup: Setup, checkpoint: Checkpoint) -> Setup:
+    """The setup with a head, checked against the target."""
+    head = Eagle3Config.from_hf(checkpoint.config, checkpoint.config_file)
+    target = setup.target
+    for name, ours, theirs in (
+        ("vocab_size", head.vocab_size, target.vocab_size),
+        ("target_hidden_size", head.target_hidden_size, target.hidden_size),
+    ):
+        if ours != theirs:
+            raise UserError(
+                f"{checkpoint.config_file}: the head was made for another target: "
+                f"{name} = {ours}, but the target has {theirs}"
+            )
+    owns = owns_embedding(checkpoint)
+    if not owns and head.hidden_size != target.hidden_size:
+        raise UserError(
+            f"{checkpoint.config_file}: hidden_size = {head.hidden_size} cannot share the "
+            f"target's embedding of width {target.hidden_size}"
+        )
+    capture = head.aux_layer_ids or target.default_aux_layers()
+    if len(capture) != 3 or list(capture) != sorted(set(capture)):
+        raise UserError(
+            f"{checkpoint.config_file}: EAGLE-3 reads three distinct layers in ascending order, "
+            f"not {list(capture)}; set eagle_aux_hidden_state_layer_ids"
+        )
+    if not 0 <= capture[0] <= capture[-1] <= target.num_layers - 2:
+        raise UserError(
+            f"{checkpoint.config_file}: eagle_aux_hidden_state_layer_ids = {list(capture)} do not "
+            f"fit a target of {target.num_layers} layers"
+        )
+    draft_vocab = head.draft_vocab_size or target.vocab_size
+    if setup.tree.top_k > draft_vocab:
+        raise UserError(f"tree top_k = {setup.tree.top_k} exceeds the draft's {draft_vocab} tokens")
+    return dataclasses.replace(setup, head=head, capture=capture, owns_embedding=owns)

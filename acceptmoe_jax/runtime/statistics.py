@@ -1,0 +1,113 @@
+"""What decoding counts: a prompt's own numbers, and a method's summary over prompts."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass
+class DecodeStatistics:
+    """Running totals of one generation; the engine adds to it after every target forward.
+
+    Attributes:
+      accepted_lengths: of each verification, the bonus included, before any cut by a stop or the
+        token limit. A plain autoregressive step counts as a verification that emits one token.
+      nodes_by_depth: valid tree nodes at each depth, summed over verifications.
+      natural_union, eligible, used: set sizes of each MoE layer, summed over verifications.
+      audited_rows, agreeing_rows, kl_sum: accepted rows compared with native routing, those of the
+        same argmax, and the sum of their KL(native || restricted) in nats.
+      decode_seconds: wall time of the verifications, from dispatch until their tokens are on the
+        host; neither prefill, compilation nor audits.
+      prefill_seconds, compile_seconds: those two, apart.
+    """
+
+    num_layers: int
+    max_depth: int
+    accepted_lengths: list[int] = dataclasses.field(default_factory=list)
+    audited_rows: int = 0
+    agreeing_rows: int = 0
+    kl_sum: float = 0.0
+    decode_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    compile_seconds: float = 0.0
+
+    def __post_init__(self):
+        self.nodes_by_depth = np.zeros(self.max_depth + 1, np.int64)
+        self.natural_union, self.eligible, self.used = np.zeros((3, self.num_layers), np.int64)
+
+    def add_forward(self, accepted: int, counts: Any, depths: np.ndarray, seconds: float) -> None:
+        """Adds one target forward.
+
+        Args:
+          accepted: its accepted length.
+          counts: `LayerCounts` on the host.
+          depths: depths of its valid nodes.
+          seconds: its wall time.
+        """
+        self.accepted_lengths.append(accepted)
+        self.nodes_by_depth += np.bincount(depths, minlength=self.nodes_by_depth.size)
+        self.natural_union += counts.natural_union
+        self.eligible += counts.eligible
+        self.used += counts.used
+        self.decode_seconds += seconds
+
+    def add_audit(self, rows: int, agreeing: int, kl: float) -> None:
+        """Adds the comparison of one verification with native routing."""
+        self.audited_rows += rows
+        self.agreeing_rows += agreeing
+        self.kl_sum += kl
+
+    @property
+    def verifications(self) -> int:
+        return len(self.accepted_lengths)
+
+    @property
+    def reach(self) -> np.ndarray:
+        """Verifications whose accepted path holds a node at each depth, the root at 0."""
+        depths = np.arange(self.nodes_by_depth.size)
+        return np.sum(np.asarray(self.accepted_lengths, int)[:, None] > depths, axis=0)
+
+
+def summarise(statistics: Sequence[DecodeStatistics], tokens: int) -> dict[str, Any]:
+    """The summary of a method over its generations.
+
+    Args:
+      statistics: one for each prompt.
+      tokens: tokens emitted in all, after cuts by stops and limits.
+
+    Returns:
+      `tokens`, `decoded_tokens` (without each prompt's first, which prefill yields), `seconds`
+      (decoding only), `tokens_per_second` (of decoded tokens), `accepted_length`, the mean set
+      sizes per layer and verification, and the quality beside them; a mean of nothing is None.
+    """
+    verifications = sum(s.verifications for s in statistics)
+    rows = sum(s.audited_rows for s in statistics)
+    seconds = sum(s.decode_seconds for s in statistics)
+    decoded = tokens - len(statistics)
+
+    def per_layer(name: str) -> float | None:
+        totals = sum(getattr(s, name) for s in statistics)
+        return _ratio(float(np.mean(totals)), verifications)
+
+    return {
+        "tokens": tokens,
+        "decoded_tokens": decoded,
+        "seconds": seconds,
+        "tokens_per_second": _ratio(decoded, seconds),
+        "accepted_length": _ratio(sum(sum(s.accepted_lengths) for s in statistics), verifications),
+        "natural_union": per_layer("natural_union"),
+        "eligible": per_layer("eligible"),
+        "used": per_layer("used"),
+        "agreement_with_native": _ratio(sum(s.agreeing_rows for s in statistics), rows),
+        "kl_on_accepted_rows": _ratio(sum(s.kl_sum for s in statistics), rows),
+        "verifications": verifications,
+        "audited_rows": rows,
+        "prefill_seconds": sum(s.prefill_seconds for s in statistics),
+        "compile_seconds": sum(s.compile_seconds for s in statistics),
+    }
+
+
+def _ratio(total: float, count: float) -> float | None:
+    return total / count if count else None

@@ -1,0 +1,50 @@
+"""Verifier-side expert selection: which experts a verification block may use, a layer at a time.
+
+`select` is the whole of it; the functions it is made of are public for kernels and tests, which
+must agree with them. Nothing here knows about models, caches or devices.
+"""
+
+from acceptmoe_jax.selection.commitment import CommitmentTable, config_hash
+from acceptmoe_jax.selection.config import POLICIES, SelectorConfig
+from acceptmoe_jax.selection.demand import (
+    commitment_weights,
+    descending_rank,
+    entropy,
+    expert_demand,
+    residual_distribution,
+    residual_size,
+    router_mass,
+    selected_experts,
+)
+from acceptmoe_jax.selection.eligible import anchored_set, displaced_assignments, prune
+from acceptmoe_jax.selection.routing import (
+    dispatch,
+    dispatch_truncated,
+    natural_routing,
+    used_experts,
+)
+from acceptmoe_jax.selection.selector import SelectionResult, select
+
+__all__ = [
+    "POLICIES",
+    "CommitmentTable",
+    "SelectionResult",
+    "SelectorConfig",
+    "anchored_set",
+    "commitment_weights",
+    "config_hash",
+    "descending_rank",
+    "dispatch",
+    "dispatch_truncated",
+    "displaced_assignments",
+    "entropy",
+    "expert_demand",
+    "natural_routing",
+    "prune",
+    "residual_distribution",
+    "residual_size",
+    "router_mass",
+    "select",
+    "selected_experts",
+    "used_experts",
+]

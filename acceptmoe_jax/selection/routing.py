@@ -1,0 +1,87 @@
+"""Routing of a block's rows: the model's own top-k, and top-k inside an eligible set.
+
+Weights follow the two families of routers: with `norm_topk_prob` a softmax over the chosen
+logits, without it the softmax over all experts gathered at the chosen ones. A pick is live when
+its row is valid and it has an expert to go to; every other pick has weight 0 and uses nothing.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def natural_routing(logits: Float[Array, "T E"], top_k: int) -> Int[Array, "T k"]:
+    """The model's own experts, best first, int32; ties go to the lower expert id."""
+    return jax.lax.top_k(logits, top_k)[1]
+
+
+def dispatch(
+    logits: Float[Array, "T E"],
+    eligible: Bool[Array, "E"],
+    valid: Bool[Array, "T"],
+    top_k: int,
+    norm_topk_prob: bool,
+) -> tuple[Int[Array, "T k"], Float[Array, "T k"], Bool[Array, "T k"]]:
+    """`idx, w = top_k(where(S', z, -inf), k)`: each row's best experts inside the eligible set.
+
+    Without `norm_topk_prob` the softmax runs over the unmasked logits, so that a row whose
+    natural experts are all eligible (the root, under an anchor) keeps its weights exactly.
+
+    Returns:
+      Expert ids (an arbitrary expert where a pick is not live), weights, and which picks are live.
+    """
+    chosen, expert_ids = jax.lax.top_k(jnp.where(eligible, logits, -jnp.inf), top_k)
+    # NaN of a valid row stays live: it must reach the output and be seen, not become a 0.
+    live = valid[:, None] & (chosen != -jnp.inf)
+    if norm_topk_prob:
+        weights = jax.nn.softmax(chosen, axis=-1)
+    else:
+        weights = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), expert_ids, axis=-1)
+    return expert_ids, jnp.where(live, weights, 0.0), live
+
+
+def dispatch_truncated(
+    logits: Float[Array, "T E"],
+    eligible: Bool[Array, "E"],
+    valid: Bool[Array, "T"],
+    top_k: int,
+    norm_topk_prob: bool,
+    renormalize: bool,
+) -> tuple[Int[Array, "T k"], Float[Array, "T k"], Bool[Array, "T k"]]:
+    """Natural routing with the picks outside the eligible set dropped (MoE-Spec's truncation).
+
+    The kept picks keep their natural weights; with `renormalize` they are scaled up to the row's
+    natural total (1 under `norm_topk_prob`). A row that lost every pick is all zeros.
+
+    Returns:
+      Natural ids, weights, and which picks are live, as `dispatch`.
+    """
+    every_expert = jnp.ones_like(eligible)
+    expert_ids, natural, live = dispatch(logits, every_expert, valid, top_k, norm_topk_prob)
+    live &= eligible[expert_ids]
+    weights = jnp.where(live, natural, 0.0)
+    if renormalize:
+        kept = weights.sum(axis=-1, keepdims=True)
+        total = natural.sum(axis=-1, keepdims=True)
+        weights *= total / jnp.where(kept > 0, kept, 1.0)
+    return expert_ids, weights, live
+
+
+def used_experts(
+    expert_ids: Int[Array, "T k"], live: Bool[Array, "T k"], num_experts: int
+) -> tuple[Int[Array, "E"], Int[Array, ""]]:
+    """The distinct experts of the live picks: what has to be loaded and executed.
+
+    Returns:
+      `used_ids`, ascending, padded with `num_experts` to a static length: an id that no expert
+      has, so that a scatter with mode "drop" ignores it and a loop that reads past the count
+      shows. And `used_count`, how many entries are experts.
+    """
+    index = jnp.arange(num_experts, dtype=jnp.int32)
+    used = ((expert_ids[..., None] == index) & live[..., None]).any(axis=(0, 1))
+    # Entry p is the used expert with p used ones before it. Pairwise, not jnp.nonzero: that takes
+    # a cumulative sum and a scatter, three times the compile time in each layer of a step.
+    used_before = ((index[:, None] < index[None, :]) & used[:, None]).sum(axis=0)
+    here_EE = used[None, :] & (used_before[None, :] == index[:, None])
+    used_ids = jnp.where(here_EE, index[None, :], num_experts).min(axis=1)
+    return used_ids, used.sum(dtype=jnp.int32)

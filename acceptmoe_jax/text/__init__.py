@@ -1,0 +1,1 @@
+"""Text in and out: tokenizers with their chat templates, and where a generation ends."""

@@ -1,0 +1,5 @@
+"""The expert MLPs of a block of rows, over the used experts only."""
+
+from pallas_kernels.masked_expert_gemm.op import IMPLEMENTATIONS, masked_expert_gemm
+
+__all__ = ["IMPLEMENTATIONS", "masked_expert_gemm"]

@@ -1,0 +1,43 @@
+"""The public function of masked_expert_gemm."""
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.masked_expert_gemm.blocks import blocks
+from pallas_kernels.masked_expert_gemm.ref import reference
+
+IMPLEMENTATIONS = {"reference": reference, "blocks": blocks}
+
+
+def masked_expert_gemm(
+    x_TD: Float[Array, "T D"],
+    gate_CFD: Float[Array, "C F D"],
+    up_CFD: Float[Array, "C F D"],
+    down_CDF: Float[Array, "C D F"],
+    slot_of_E: Int[Array, "E"],
+    expert_ids_Tk: Int[Array, "T k"],
+    weights_Tk: Float[Array, "T k"],
+    used_ids_E: Int[Array, "E"],
+    used_count: Int[Array, ""],
+    *,
+    implementation: str = "blocks",
+) -> Float[Array, "T D"]:
+    """`y_t = sum_i w[t,i] * down_e(silu(gate_e x_t) * (up_e x_t))`, with `e = expert_ids[t,i]`.
+
+    Args:
+      x_TD: rows of the block.
+      gate_CFD, up_CFD, down_CDF: weights by slot, `[out, in]` as on disk.
+      slot_of_E: the slot of each expert; read for used experts only.
+      expert_ids_Tk: experts of each row, by rank; distinct within a row.
+      weights_Tk: their weights; a pick of weight 0 is not computed and adds an exact zero.
+      used_ids_E: the experts of the picks of non-zero weight, ascending, then padding.
+      used_count: how many of them count.
+      implementation: a name in `IMPLEMENTATIONS`.
+
+    Returns:
+      The combined output, in the dtype of `x_TD`; sums over picks are float32, in rank order.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation {implementation!r} is not one of {list(IMPLEMENTATIONS)}")
+    return IMPLEMENTATIONS[implementation](
+        x_TD, gate_CFD, up_CFD, down_CDF, slot_of_E, expert_ids_Tk, weights_Tk, used_ids_E, used_count
+    )

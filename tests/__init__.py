@@ -1,0 +1,1 @@
+"""Tests, the references they compare with, and the program that records those."""

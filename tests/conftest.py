@@ -1,0 +1,22 @@
+"""What holds for every test: where the recorded references lie, and what is collected."""
+
+import importlib.util
+import os
+import pathlib
+
+import pytest
+
+# Correctness is shown in float32 on the CPU; a test that wants an accelerator says so itself.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# Where torch and transformers are not installed the live comparison is not collected at all: a
+# skip would read as if it might run there. `make check` runs it where they are.
+collect_ignore = []
+if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
+    collect_ignore.append("test_live_torch.py")
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> pathlib.Path:
+    """The folder of recorded references and worked cases."""
+    return pathlib.Path(__file__).parent / "data"
