@@ -79,6 +79,6 @@ def select(
         pruned=pruned,
         eligible=eligible,
         expert_ids=expert_ids,
-        weights=weights * np.asarray(valid)[:, None],
+        weights=weights,
         used=used,
     )

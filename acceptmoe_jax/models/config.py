@@ -197,6 +197,7 @@ class Eagle3Config:
     rms_norm_eps: float
     rope_theta: float
     aux_layer_ids: tuple[int, ...] | None  # outputs of these layers; None: the target's default
+    norm_before_residual: bool = False  # the residual starts from hidden_norm(g), not from g
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], source: str) -> "Eagle3Config":
@@ -217,7 +218,7 @@ class Eagle3Config:
         eagle = fields.get(dict, "eagle_config", default={})
         for scope, prefix in ((raw, ""), (eagle, "eagle_config.")):
             for flag, value in scope.items():
-                if value is True and flag not in _HARMLESS_TRUE_FLAGS:
+                if value is True and flag not in _KNOWN_TRUE_FLAGS:
                     raise UserError(f"{source}: {prefix}{flag} = true is not supported")
         heads, kv_heads, head_dim = fields.heads()
         ids = eagle.get("eagle_aux_hidden_state_layer_ids")
@@ -240,6 +241,7 @@ class Eagle3Config:
             rms_norm_eps=fields.get(float, "rms_norm_eps", default=1e-6),
             rope_theta=fields.rope_theta(),
             aux_layer_ids=None if ids is None else tuple(sorted(ids)),
+            norm_before_residual=fields.get(bool, "norm_before_residual", default=False),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -260,6 +262,7 @@ class Eagle3Config:
             "rope_theta": self.rope_theta,
             "hidden_act": "silu",
             "tie_word_embeddings": False,
+            "norm_before_residual": self.norm_before_residual,
         }
         if self.aux_layer_ids is not None:
             raw["eagle_config"] = {
@@ -269,5 +272,7 @@ class Eagle3Config:
         return raw
 
 
-# Flags that published heads set to true and that change nothing in this implementation.
-_HARMLESS_TRUE_FLAGS = frozenset({"use_cache", "use_aux_hidden_state", "tie_word_embeddings"})
+# Flags that may be true: one that is implemented, and those of published heads that change nothing.
+_KNOWN_TRUE_FLAGS = frozenset(
+    {"norm_before_residual", "use_cache", "use_aux_hidden_state", "tie_word_embeddings"}
+)

@@ -6,7 +6,8 @@
     out = r + mlp(post_attention_layernorm(r))          carried to the next step, before the norm
     logits = lm_head(norm(out))                          over the draft vocabulary
 
-On later steps of a draft the carried hidden takes the place of g, and fc is skipped.
+On later steps of a draft the carried hidden takes the place of g, and fc is skipped. Heads with
+`norm_before_residual` add the attention to hidden_norm(g) instead.
 """
 
 from typing import Any
@@ -37,9 +38,10 @@ class DraftLayer(nn.Module):
         self.mlp = GatedMLP(c.intermediate_size)
 
     def __call__(self, embeddings, g, positions, mask, cache, start):
-        x = jnp.concatenate([self.input_layernorm(embeddings), self.hidden_norm(g)], axis=-1)
+        normed = self.hidden_norm(g)
+        x = jnp.concatenate([self.input_layernorm(embeddings), normed], axis=-1)
         y, cache = self.self_attn(x, positions, mask, cache, start)
-        r = g + y
+        r = (normed if self.config.norm_before_residual else g) + y
         return r + self.mlp(self.post_attention_layernorm(r)), cache
 
 

@@ -14,7 +14,7 @@ from acceptmoe_jax.selection import config_hash
 from acceptmoe_jax.speculation import TreeConfig
 from acceptmoe_jax.text.tokenizer import Tokenizer
 from acceptmoe_jax.weights.checkpoint import Checkpoint, resolve_directory
-from acceptmoe_jax.weights.eagle3 import load_eagle3, owns_embedding
+from acceptmoe_jax.weights.eagle3 import load_eagle3, owns_embedding, owns_output
 from acceptmoe_jax.weights.key_maps import bank_names, qwen3_moe_key
 from acceptmoe_jax.weights.loading import load_trees, plan_tree
 
@@ -117,6 +117,8 @@ def _with_head(setup: Setup, checkpoint: Checkpoint) -> Setup:
                 f"{checkpoint.config_file}: the head was made for another target: "
                 f"{name} = {ours}, but the target has {theirs}"
             )
+    if head.draft_vocab_size is None and owns_output(checkpoint):
+        head = dataclasses.replace(head, draft_vocab_size=head.vocab_size)
     owns = owns_embedding(checkpoint)
     if not owns and head.hidden_size != target.hidden_size:
         raise UserError(

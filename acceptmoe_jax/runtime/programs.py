@@ -276,7 +276,7 @@ def _moe(setup, selector, depth, valid, phat, eligible_override):
             bank.down,
             bank.slot_of,
             chosen.expert_ids,
-            chosen.weights,
+            jnp.where(valid[:, None], chosen.weights, 0),
             chosen.used_ids,
             chosen.used_count,
             implementation=setup.expert_implementation,

@@ -1,8 +1,9 @@
 """Routing of a block's rows: the model's own top-k, and top-k inside an eligible set.
 
 Weights follow the two families of routers: with `norm_topk_prob` a softmax over the chosen
-logits, without it the softmax over all experts gathered at the chosen ones. A pick is live when
-its row is valid and it has an expert to go to; every other pick has weight 0 and uses nothing.
+logits, without it the softmax over all experts gathered at the chosen ones. A pick that has no
+expert to go to has weight 0. A pick is live when it has one and its row is valid: only live picks
+use an expert. A padded row has weights too, which mean nothing.
 """
 
 import jax
@@ -31,13 +32,13 @@ def dispatch(
       Expert ids (an arbitrary expert where a pick is not live), weights, and which picks are live.
     """
     chosen, expert_ids = jax.lax.top_k(jnp.where(eligible, logits, -jnp.inf), top_k)
-    # NaN of a valid row stays live: it must reach the output and be seen, not become a 0.
-    live = valid[:, None] & (chosen != -jnp.inf)
+    # NaN of a row stays: it must reach the output and be seen, not become a 0.
+    found = chosen != -jnp.inf
     if norm_topk_prob:
         weights = jax.nn.softmax(chosen, axis=-1)
     else:
         weights = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), expert_ids, axis=-1)
-    return expert_ids, jnp.where(live, weights, 0.0), live
+    return expert_ids, jnp.where(found, weights, 0.0), found & valid[:, None]
 
 
 def dispatch_truncated(
@@ -58,13 +59,13 @@ def dispatch_truncated(
     """
     every_expert = jnp.ones_like(eligible)
     expert_ids, natural, live = dispatch(logits, every_expert, valid, top_k, norm_topk_prob)
-    live &= eligible[expert_ids]
-    weights = jnp.where(live, natural, 0.0)
+    kept_picks = eligible[expert_ids]
+    weights = jnp.where(kept_picks, natural, 0.0)
     if renormalize:
         kept = weights.sum(axis=-1, keepdims=True)
         total = natural.sum(axis=-1, keepdims=True)
         weights *= total / jnp.where(kept > 0, kept, 1.0)
-    return expert_ids, weights, live
+    return expert_ids, weights, live & kept_picks
 
 
 def used_experts(

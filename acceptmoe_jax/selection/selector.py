@@ -38,7 +38,8 @@ class SelectionResult:
       pruned: D, experts of S dropped for not being resident.
       eligible: S' = S - D, or the override.
       expert_ids: the experts each row is dispatched to.
-      weights: their combine weights; 0 on padded rows and for picks that go nowhere.
+      weights: their combine weights; 0 for picks that go nowhere. Those of padded rows mean
+        nothing: mask them by `valid` before running experts.
       used_ids: experts that at least one live pick goes to, ascending, padded with E.
       used_count: number of experts in `used_ids`.
     """

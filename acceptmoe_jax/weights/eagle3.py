@@ -68,6 +68,11 @@ def owns_embedding(checkpoint: Checkpoint) -> bool:
     return "embed_tokens.weight" in eagle3_keys(checkpoint.entries, str(checkpoint.source))
 
 
+def owns_output(checkpoint: Checkpoint) -> bool:
+    """Whether a head brings an `lm_head` of its own instead of sharing the target's."""
+    return "lm_head.weight" in eagle3_keys(checkpoint.entries, str(checkpoint.source))
+
+
 def draft_to_target_ids(
     d2t: np.ndarray | None, draft_vocab: int, target_vocab: int, source: str
 ) -> np.ndarray:

@@ -3,9 +3,9 @@
 Its time follows the number of used experts, which that of `jax.lax.ragged_dot` does not: on the
 CPU, and in what XLA compiles for CUDA, it multiplies every group and masks.
 
-The assignments (row, pick) are sorted by expert. An expert's results are written to the same
-contiguous range of the sorted order in whole blocks; what a last block writes beyond its range
-is overwritten by the next expert, which comes later in that order.
+The assignments (row, pick) are laid out by expert. An expert's results are written to the same
+contiguous range of that layout in whole blocks; what a last block writes beyond its range is
+overwritten by the next expert, whose range follows.
 """
 
 import jax
@@ -29,16 +29,24 @@ def blocks(
     used_count: Int[Array, ""],
 ) -> Float[Array, "T D"]:
     """See `masked_expert_gemm`."""
-    rows, width = x_TD.shape
+    rows = expert_ids_Tk.shape[0]
     num_experts = slot_of_E.shape[0]
     picks = expert_ids_Tk.size
     block = min(BLOCK_ROWS, rows)  # a row picks an expert at most once
 
-    expert_A = jnp.where(weights_Tk != 0, expert_ids_Tk, num_experts).reshape(-1)
-    order_A = jnp.argsort(expert_A)
-    count_E = jnp.zeros(num_experts + 1, jnp.int32).at[expert_A].add(1)[:num_experts]
-    first_E = jnp.cumsum(count_E) - count_E
-    row_of_A = jnp.pad(order_A // expert_ids_Tk.shape[1], (0, block))
+    index_E = jnp.arange(num_experts)
+    live_Tk = weights_Tk != 0
+    picked_TE = jnp.any((expert_ids_Tk[..., None] == index_E) & live_Tk[..., None], axis=1)
+    count_E = jnp.sum(picked_TE, axis=0, dtype=jnp.int32)
+    first_E = jnp.sum(jnp.where(index_E[:, None] < index_E, count_E[:, None], 0), axis=0)
+    # Rows before t that pick e, as a product instead of a sort or a scan, both slow to compile;
+    # sums of 0 and 1 are exact at any matmul precision.
+    earlier_TE = jnp.tri(rows, k=-1) @ picked_TE.astype(jnp.float32)
+    place_TE = first_E + earlier_TE.astype(jnp.int32)
+    place_Tk = jnp.take_along_axis(place_TE, expert_ids_Tk, axis=1)
+    place_Tk = jnp.where(live_Tk, place_Tk, picks)  # behind all live ones, where nobody reads
+    row_of_A = jnp.zeros(picks + block, jnp.int32)
+    row_of_A = row_of_A.at[place_Tk].set(jnp.arange(rows, dtype=jnp.int32)[:, None])
 
     def run_expert(i, out_AD):
         expert = used_ids_E[i]
@@ -56,7 +64,6 @@ def blocks(
         state = (first_E[expert], out_AD)
         return jax.lax.while_loop(lambda state: state[0] < end, run_block, state)[1]
 
-    out_AD = jnp.zeros((picks + block, width), x_TD.dtype)
+    out_AD = jnp.zeros((picks + block, x_TD.shape[1]), x_TD.dtype)
     out_AD = jax.lax.fori_loop(0, used_count, run_expert, out_AD)
-    place_A = jnp.zeros(picks, jnp.int32).at[order_A].set(jnp.arange(picks, dtype=jnp.int32))
-    return combine(out_AD[place_A].reshape(*expert_ids_Tk.shape, width), weights_Tk)
+    return combine(out_AD[place_Tk], weights_Tk)

@@ -1,0 +1,76 @@
+# make demo and make test do everything on a machine that has python3 (3.11 or newer) and make.
+
+# The newest of these that works. PYTHON=/path/to/python make demo takes another.
+PYTHON ?= python3.13 python3.12 python3
+# make check tests on a second interpreter too, one that gets the other version of jax and may lie
+# anywhere, and compares with PyTorch on a third.
+SECOND_PYTHON ?= $$($$(sh .ci/find_python $(PYTHON)) -c \
+	'import sys; print("3.11" if sys.version_info >= (3, 12) else "3.13 3.12")')
+TORCH_PYTHON ?= 3.11
+# Further options of pytest: PYTEST_ARGS="-k tree -x" make test.
+PYTEST_ARGS ?=
+# GSM8K's train.jsonl, which make train-pocket mixes in where it is given.
+GSM8K_TRAIN ?=
+
+TARGET = checkpoints/pocket-qwen3-moe
+HEAD = checkpoints/pocket-qwen3-moe-eagle3
+DEMO_FLAGS = \
+	--target=$(TARGET) \
+	--draft=$(HEAD) \
+	--selectors=autoregressive,native,acceptmoe,acceptmoe_fix,moe_spec \
+	--prompts=checkpoints/demo_prompts.jsonl \
+	--max_new_tokens=64 \
+	--dtype=float32 \
+	--output_dir=runs/demo
+
+# $(call environment,FOLDER,INTERPRETERS,REQUIREMENTS) makes FOLDER hold the requirements.
+environment = @python=$$(sh .ci/find_python $(2)) && sh .ci/make_venv $(1) "$$python" $(3)
+test_requirements = requirements.txt tests/requirements.txt
+# Each test is of one of three kinds: fast, "slow and not torch", torch.
+fast = not slow and not torch
+
+.PHONY: help demo test check check-slow check-torch check-second train-pocket clean
+.NOTPARALLEL:
+
+help:  ## say what there is to make
+	@sed -n 's/^\([a-z-]*\):.*##/make \1:/p' Makefile
+
+demo:  ## decode with the pocket model, method beside method (at most 3 minutes)
+	$(call environment,.venv,$(PYTHON),requirements.txt)
+	.venv/bin/python -m experiments.generate $(DEMO_FLAGS)
+
+test:  ## all tests but the slow ones (at most 12 minutes)
+	$(call environment,.venv,$(PYTHON),$(test_requirements))
+	.venv/bin/python -m pytest -m "$(fast)" $(PYTEST_ARGS)
+
+check: check-slow check-torch check-second  ## what is slow, in three parts (at most 40 minutes)
+
+check-slow:  ## the tests marked slow
+	$(call environment,.venv,$(PYTHON),$(test_requirements))
+	.venv/bin/python -m pytest -m "slow and not torch" $(PYTEST_ARGS)
+
+# These two compare numbers on the CPU, whatever the machine has.
+check-torch check-second: export CUDA = 0
+
+# On Linux the index's own torch is a CUDA build of several gigabytes; PIP_EXTRA_INDEX_URL or
+# PIP_FIND_LINKS can tell pip of a place with CPU builds.
+check-torch:  ## the live comparison with PyTorch
+	$(call environment,.venv-torch,$(TORCH_PYTHON),$(test_requirements) tests/requirements-torch.txt)
+	.venv-torch/bin/python -m pytest -m torch $(PYTEST_ARGS)
+
+check-second:  ## the tests of make test on a second interpreter
+	$(call environment,.venv-second,$(SECOND_PYTHON),$(test_requirements))
+	.venv-second/bin/python -m pytest -m "$(fast)" $(PYTEST_ARGS)
+
+# Goes on where it was when it is interrupted; make clean starts it over.
+train-pocket: train = --work_dir=runs/$(1) $(if $(GSM8K_TRAIN),--gsm8k_train=$(GSM8K_TRAIN))
+train-pocket:  ## train the pocket checkpoints again, in place (about 75 minutes)
+	$(call environment,.venv,$(PYTHON),requirements.txt)
+	.venv/bin/python -m experiments.train_target --output_dir=$(TARGET) $(call train,train-target)
+	.venv/bin/python -m experiments.train_head --target=$(TARGET) --output_dir=$(HEAD) \
+		$(call train,train-head)
+	.venv/bin/python -m experiments.calibrate --target=$(TARGET) --draft=$(HEAD) \
+		--pocket_prompts=400
+
+clean:  ## remove the environments and what was run
+	rm -rf .venv .venv-* runs .pytest_cache .ruff_cache

@@ -1,0 +1,109 @@
+"""The target's training loss: next tokens of packed documents, and an even load of the experts."""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from acceptmoe_jax.models.config import Qwen3MoeConfig
+from acceptmoe_jax.models.experts import ExpertBank, resident_bank
+from acceptmoe_jax.models.qwen3_moe import Forward, Qwen3Moe, init_banks, init_params
+from acceptmoe_jax.training.batches import Batch, packed_mask, shift_left
+from acceptmoe_jax.training.dispatch import RouterStats, training_moe
+from acceptmoe_jax.weights.key_maps import EXPERT_MATRICES
+
+# {"dense": the module's parameters, "experts": a dict of gate, up and down per layer, or None}
+TargetParams = dict[str, Any]
+
+
+@flax.struct.dataclass
+class TargetMetrics:
+    """Means over a batch; the router's are means over layers."""
+
+    loss: Float[Array, ""]  # weighted cross-entropy, nats
+    accuracy: Float[Array, ""]  # of next tokens, equally weighted over completions
+    balance: Float[Array, ""]  # k is an even load
+    top_mass: Float[Array, ""]  # softmax mass of the chosen k experts
+    load_entropy: Float[Array, ""]  # 1 is an even load
+    starved: Float[Array, ""]  # share of experts with less than a tenth of the mean load
+
+
+def init_target(key: jax.Array, config: Qwen3MoeConfig) -> TargetParams:
+    """Random parameters in float32."""
+    dense_key, expert_key = jax.random.split(key)
+    return from_banks(init_params(dense_key, config), init_banks(expert_key, config))
+
+
+def from_banks(dense: dict[str, Any], banks: tuple[ExpertBank | None, ...]) -> TargetParams:
+    """Loaded weights in the form that is trained."""
+    return {
+        "dense": dense,
+        "experts": tuple(
+            bank and {name: getattr(bank, name) for name in EXPERT_MATRICES} for bank in banks
+        ),
+    }
+
+
+def expert_banks(params: TargetParams, config: Qwen3MoeConfig) -> tuple[ExpertBank | None, ...]:
+    """The trained experts as the model's banks."""
+    return tuple(
+        weights and resident_bank(weights, config.num_experts) for weights in params["experts"]
+    )
+
+
+def forward(
+    params: TargetParams, batch: Batch, config: Qwen3MoeConfig, capture: tuple[int, ...] = ()
+) -> Forward:
+    """Runs packed rows; documents do not see each other."""
+    valid = (batch.segments > 0).reshape(-1)
+    return Qwen3Moe(config).apply(
+        {"params": params["dense"]},
+        batch.tokens,
+        batch.positions,
+        packed_mask(batch.segments),
+        banks=expert_banks(params, config),
+        moe=training_moe(config.top_k, config.norm_topk_prob, valid),
+        capture=capture,
+    )
+
+
+def unembed(params: TargetParams, hidden: Array, config: Qwen3MoeConfig) -> Float[Array, "... V"]:
+    """Logits of rows of `Forward.hidden`."""
+    return Qwen3Moe(config).apply({"params": params["dense"]}, hidden, method="unembed")
+
+
+def target_loss(
+    params: TargetParams, batch: Batch, config: Qwen3MoeConfig, balance_coefficient: float
+) -> tuple[Float[Array, ""], TargetMetrics]:
+    """Weighted cross-entropy of next tokens + coefficient * load-balancing loss.
+
+    Row t predicts `tokens[t + 1]` with weight `loss_weights[t + 1]`, within its document.
+    """
+    out = forward(params, batch, config)
+    logits = unembed(params, out.hidden, config)
+    labels = shift_left(batch.tokens, 1)
+    same_document = shift_left(batch.segments, 1) == batch.segments
+    weights = shift_left(batch.loss_weights, 1) * same_document
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    loss = jnp.sum(weights * losses) / jnp.maximum(weights.sum(), 1e-6)
+    graded = weights == 1
+    right = jnp.sum(graded & (logits.argmax(axis=-1) == labels))
+    metrics = TargetMetrics(
+        loss=loss, accuracy=right / jnp.maximum(graded.sum(), 1), **_router_means(out.moe)
+    )
+    return loss + balance_coefficient * metrics.balance, metrics
+
+
+def _router_means(stats: tuple[RouterStats, ...]) -> dict[str, jax.Array]:
+    load = jnp.stack([layer.load for layer in stats])
+    num_experts = load.shape[-1]
+    entropy = -jnp.sum(load * jnp.log(jnp.maximum(load, 1e-9)), axis=-1) / jnp.log(num_experts)
+    return {
+        "balance": jnp.mean(jnp.stack([layer.balance for layer in stats])),
+        "top_mass": jnp.mean(jnp.stack([layer.top_mass for layer in stats])),
+        "load_entropy": entropy.mean(),
+        "starved": jnp.mean(load < 0.1 / num_experts),
+    }

@@ -1,0 +1,149 @@
+"""Times the experts of one MoE layer at real dimensions against the number of used experts.
+
+    python -m experiments.layer_speed --output_dir=runs/layer_speed
+
+One block of 64 rows of a Qwen3-30B-A3B layer (128 experts of 2048 x 768, top-8) is run over 8 to
+128 used experts, on the device at hand, by every implementation that runs there. What counts is
+the shape of the curve: a method that restricts experts can only save time where time follows the
+set. Medians over rounds that visit all set sizes in turn, so that a noisy machine disturbs all
+alike. On two CPU cores it takes about a minute and 2.5 GB.
+"""
+
+import pathlib
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from acceptmoe_jax import reporting
+from acceptmoe_jax.errors import UserError
+from acceptmoe_jax.files import write_json
+from pallas_kernels.masked_expert_gemm import masked_expert_gemm
+
+_ROWS = flags.DEFINE_integer("rows", 64, "Rows of the block (tree nodes).", lower_bound=1)
+_USED = flags.DEFINE_list("used", ["8", "16", "28", "48", "64", "96", "120", "128"], "Set sizes.")
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed rounds over all set sizes.", lower_bound=1)
+_DTYPE = flags.DEFINE_enum(
+    "dtype", None, ["float32", "bfloat16"], "Default: float32 on the CPU, bfloat16 elsewhere."
+)
+_OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Where summary.json goes.", required=True)
+
+EXPERTS, TOP_K, WIDTH, EXPERT_WIDTH = 128, 8, 2048, 768  # Qwen3-30B-A3B's config.json
+
+
+def main() -> None:
+    sizes = _set_sizes()
+    dtype = jnp.dtype(_DTYPE.value or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
+    layer = _random_layer(dtype)
+    runs = {
+        (used, name): (jax.jit(run), _routing(used))
+        for used in sizes
+        for name, run in {"blocks": _blocks, "ragged_dot": _ragged_dot}.items()
+    }
+    seconds = {key: [] for key in runs}
+    with reporting.progress() as bar:
+        task = bar.add_task("layer_speed", total=len(runs) * (_ROUNDS.value + 1))
+        for round_ in range(_ROUNDS.value + 1):
+            for key, (run, routing) in runs.items():
+                begin = time.perf_counter()
+                jax.block_until_ready(run(layer, routing))
+                if round_:  # the first one compiles
+                    seconds[key].append(time.perf_counter() - begin)
+                bar.advance(task)
+    rows = [
+        {
+            "used": used,
+            "milliseconds": 1e3 * statistics.median(times),
+            "implementation": name,
+        }
+        for (used, name), times in seconds.items()
+    ]
+    summary = {"rows": rows, "device": reporting.device_description(), "dtype": dtype.name}
+    write_json(pathlib.Path(_OUTPUT_DIR.value) / "summary.json", summary)
+    title = (
+        f"Measured on {summary['device']}, {dtype.name}: experts of one Qwen3-30B-A3B layer, "
+        f"{_ROWS.value} rows, medians of {_ROUNDS.value}"
+    )
+    formats = {"used": "d", "milliseconds": ".1f", "implementation": ""}
+    reporting.console().print(reporting.table(title, rows, formats))
+
+
+def _set_sizes() -> list[int]:
+    try:
+        sizes = [int(text) for text in _USED.value]
+    except ValueError:
+        raise UserError(f"--used: {_USED.value} are not all numbers") from None
+    if not sizes or not all(TOP_K <= size <= EXPERTS for size in sizes):
+        raise UserError(f"--used: sizes should lie between {TOP_K} and {EXPERTS}")
+    return sizes
+
+
+def _random_layer(dtype: jnp.dtype) -> dict[str, jax.Array]:
+    shapes = {
+        "x": (_ROWS.value, WIDTH),
+        "gate": (EXPERTS, EXPERT_WIDTH, WIDTH),
+        "up": (EXPERTS, EXPERT_WIDTH, WIDTH),
+        "down": (EXPERTS, WIDTH, EXPERT_WIDTH),
+    }
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return {
+        name: 0.02 * jax.random.normal(key, shape, dtype)
+        for key, (name, shape) in zip(keys, shapes.items())
+    }
+
+
+def _routing(used: int) -> dict[str, jax.Array]:
+    """Random routing of the rows that uses exactly `used` experts."""
+    rng = np.random.default_rng(used)
+    chosen = rng.permutation(EXPERTS)[:used]
+    picks = np.stack([rng.permutation(used)[:TOP_K] for _ in range(_ROWS.value)])
+    # Every expert at least once: the first picks of the first rows are dealt in turn.
+    for first in range(0, used, TOP_K):
+        row = first // TOP_K
+        if row < _ROWS.value:
+            dealt = np.arange(first, first + TOP_K) % used
+            picks[row] = dealt
+    ids = chosen[picks]
+    present = np.unique(ids)
+    used_ids = np.full(EXPERTS, EXPERTS)
+    used_ids[: present.size] = present
+    return {
+        "expert_ids": jnp.asarray(ids, jnp.int32),
+        "weights": jnp.full(ids.shape, 1 / TOP_K, jnp.float32),
+        "used_ids": jnp.asarray(used_ids, jnp.int32),
+        "used_count": jnp.int32(present.size),
+    }
+
+
+def _blocks(layer, routing):
+    return masked_expert_gemm(
+        layer["x"],
+        layer["gate"],
+        layer["up"],
+        layer["down"],
+        jnp.arange(EXPERTS, dtype=jnp.int32),
+        routing["expert_ids"],
+        routing["weights"],
+        routing["used_ids"],
+        routing["used_count"],
+        implementation="blocks",
+    )
+
+
+def _ragged_dot(layer, routing):
+    """The grouped product that JAX ships, as a baseline."""
+    flat = routing["expert_ids"].reshape(-1)
+    order = jnp.argsort(flat)
+    sizes = jnp.zeros(EXPERTS, jnp.int32).at[flat].add(1)
+    x = layer["x"][order // TOP_K]
+    product = lambda rows, weight: jax.lax.ragged_dot(rows, weight.swapaxes(1, 2), sizes)
+    hidden = jax.nn.silu(product(x, layer["gate"])) * product(x, layer["up"])
+    picks = product(hidden, layer["down"]) * routing["weights"].reshape(-1)[order][:, None]
+    return jnp.zeros_like(layer["x"]).at[order // TOP_K].add(picks.astype(layer["x"].dtype))
+
+
+if __name__ == "__main__":
+    reporting.run_program(main)
