@@ -84,7 +84,9 @@ def table(
     for key, spec in formats.items():
         shown.add_column(key.replace("_", " "), justify="right" if spec else "left")
     for row in rows:
-        cells = ("-" if row[key] is None else format(row[key], spec) for key, spec in formats.items())
+        cells = (
+            "-" if row[key] is None else format(row[key], spec) for key, spec in formats.items()
+        )
         shown.add_row(*cells)
     return shown
 

@@ -139,7 +139,10 @@ def _ragged_dot(layer, routing):
     order = jnp.argsort(flat)
     sizes = jnp.zeros(EXPERTS, jnp.int32).at[flat].add(1)
     x = layer["x"][order // TOP_K]
-    product = lambda rows, weight: jax.lax.ragged_dot(rows, weight.swapaxes(1, 2), sizes)
+
+    def product(rows, weight):
+        return jax.lax.ragged_dot(rows, weight.swapaxes(1, 2), sizes)
+
     hidden = jax.nn.silu(product(x, layer["gate"])) * product(x, layer["up"])
     picks = product(hidden, layer["down"]) * routing["weights"].reshape(-1)[order][:, None]
     return jnp.zeros_like(layer["x"]).at[order // TOP_K].add(picks.astype(layer["x"].dtype))

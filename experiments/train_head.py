@@ -70,18 +70,14 @@ def main(argv: list[str]) -> None:
     target_config = pretrained.setup.target
     config = head_config(target_config.hidden_size, target_config.vocab_size)
     target_params = target.from_banks(pretrained.weights.target, pretrained.weights.banks)
-    tokenizer = tokenizers.Tokenizer.from_file(
-        str(pretrained.target.directory / "tokenizer.json")
-    )
+    tokenizer = tokenizers.Tokenizer.from_file(str(pretrained.target.directory / "tokenizer.json"))
     packed = corpus.training_rows(
         tokenizer, _TOKENS.value, _SEED.value, _GSM8K_TRAIN.value, MIXTURE
     )
     completions = packed.tokens[packed.loss_weights == 1]
     target_ids = head.frequent_tokens(completions, target_config.vocab_size, DRAFT_VOCAB)
     teach = jax.jit(
-        functools.partial(
-            head.teach, config=target_config, aux_layer_ids=config.aux_layer_ids
-        )
+        functools.partial(head.teach, config=target_config, aux_layer_ids=config.aux_layer_ids)
     )
     loss_fn = functools.partial(head.head_loss, config=config, steps=_STEPS.value)
 
@@ -100,8 +96,7 @@ def main(argv: list[str]) -> None:
     else:
         done = steps
         held_out = [
-            teach(target_params, batch, target_ids)
-            for batch in batches.held_out_batches(tokenizer)
+            teach(target_params, batch, target_ids) for batch in batches.held_out_batches(tokenizer)
         ]
         state = loop.train(
             run,

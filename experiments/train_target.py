@@ -67,9 +67,7 @@ def main(argv: list[str]) -> None:
     packed = corpus.training_rows(tokenizer, _TOKENS.value, _SEED.value, _GSM8K_TRAIN.value)
     steps = len(packed.tokens) // _BATCH_ROWS.value
     optimizer = make_optimizer(OptimizerConfig(), steps)
-    state = loop.initial_state(
-        target.init_target(jax.random.key(_SEED.value), CONFIG), optimizer
-    )
+    state = loop.initial_state(target.init_target(jax.random.key(_SEED.value), CONFIG), optimizer)
     loss_fn = functools.partial(
         target.target_loss, config=CONFIG, balance_coefficient=_BALANCE.value
     )

@@ -40,7 +40,7 @@ Tools: {{ tools | tojson(indent=2) }} {{ tools | tojson }}
 {%- endif %}
 """
 
-_USER = {"role": "user", "content": " 2 < 3 & \"wörld\" 😀\n"}
+_USER = {"role": "user", "content": ' 2 < 3 & "wörld" 😀\n'}
 _SYSTEM = {"role": "system", "content": "Be brief."}
 _ANSWER = {"role": "assistant", "content": "Yes."}
 _SKIPPED = {"role": "skip", "content": "unseen"}

@@ -17,13 +17,11 @@ import numpy as np
 from acceptmoe_jax.models import eagle3, qwen3_moe
 from acceptmoe_jax.models.attention import LayerCache, causal_mask
 from acceptmoe_jax.models.config import Eagle3Config, Qwen3MoeConfig
-from acceptmoe_jax.models.experts import bank_shapes, resident_bank
+from acceptmoe_jax.runtime import pretrained
 from acceptmoe_jax.selection import SelectorConfig, select
 from acceptmoe_jax.speculation import DraftTree, block_mask, positions
 from acceptmoe_jax.weights.checkpoint import Checkpoint
 from acceptmoe_jax.weights.eagle3 import load_eagle3
-from acceptmoe_jax.weights.key_maps import bank_names, qwen3_moe_key
-from acceptmoe_jax.weights.loading import load_trees, plan_tree
 from pallas_kernels.masked_expert_gemm import masked_expert_gemm
 
 Arrays = dict[str, np.ndarray]
@@ -59,19 +57,8 @@ def load_target(directory: pathlib.Path) -> Target:
     """Loads a Qwen3-MoE checkpoint in float32, every expert resident."""
     checkpoint = Checkpoint.open(directory)
     config = Qwen3MoeConfig.from_hf(checkpoint.config, checkpoint.config_file)
-    sparse = [layer for layer in range(config.num_layers) if layer not in config.dense_layers]
-    bank = {
-        name: jax.ShapeDtypeStruct(shape, jnp.float32)
-        for name, shape in bank_shapes(config).items()
-    }
-    plans = [plan_tree(qwen3_moe.abstract_params(config, jnp.float32), qwen3_moe_key)]
-    plans += [plan_tree(bank, bank_names(layer, config.num_experts)) for layer in sparse]
-    params, *weights = load_trees(checkpoint, plans)
-    resident = {
-        layer: resident_bank(leaves, config.num_experts)
-        for layer, leaves in zip(sparse, weights, strict=True)
-    }
-    return Target(config, params, tuple(map(resident.get, range(config.num_layers))))
+    loaded = pretrained.load_target(checkpoint, config, jnp.float32)
+    return Target(config, loaded.target, loaded.banks)
 
 
 def load_head(directory: pathlib.Path, norm_before_residual: bool = False) -> Head:

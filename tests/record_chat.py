@@ -10,8 +10,8 @@ template (`standin`) and the text and ids under Qwen3's (`qwen3`).
 import pathlib
 import tempfile
 
-from absl import app, flags
 import transformers
+from absl import app, flags
 
 from acceptmoe_jax.files import write_json
 from tests.chat_cases import CASES, write_standin

@@ -80,7 +80,9 @@ def test_the_parameters_are_those_of_the_published_model():
 
 
 def test_the_key_map_covers_the_hubs_keys():
-    matrices = dict.fromkeys(("gate", "up", "down"), jax.ShapeDtypeStruct((128, 1, 1), jnp.bfloat16))
+    matrices = dict.fromkeys(
+        ("gate", "up", "down"), jax.ShapeDtypeStruct((128, 1, 1), jnp.bfloat16)
+    )
     keys = [qwen3_moe_key(path) for path, _ in leaf_paths(_abstract_weights().target)]
     for layer in range(TARGET.num_layers):
         for path, _ in leaf_paths(matrices):

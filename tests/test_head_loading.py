@@ -196,9 +196,7 @@ def test_a_head_saved_by_us_loads_again_in_the_published_dtypes(tmp_path):
     )
     np.testing.assert_array_equal(weights.target_ids, head_target_ids())
     jax.tree.map(
-        lambda found, original: np.testing.assert_array_equal(
-            found, original.astype(jnp.bfloat16)
-        ),
+        lambda found, original: np.testing.assert_array_equal(found, original.astype(jnp.bfloat16)),
         weights.params,
         params,
     )

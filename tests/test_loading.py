@@ -6,12 +6,12 @@ import tracemalloc
 
 import flax.traverse_util
 import huggingface_hub
-from huggingface_hub.errors import LocalEntryNotFoundError
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from acceptmoe_jax.errors import UserError
 from acceptmoe_jax.models import qwen3_moe

@@ -11,8 +11,14 @@ import pytest
 import tokenizers
 
 from acceptmoe_jax.errors import UserError
-from acceptmoe_jax.pocket import corpus, drills, families, mathematics, real_text
-from acceptmoe_jax.pocket import tokenizer as pocket_tokenizer
+from acceptmoe_jax.pocket import (
+    corpus,
+    drills,
+    families,
+    mathematics,
+    real_text,
+    tokenizer as pocket_tokenizer,
+)
 from acceptmoe_jax.pocket.records import Record
 
 
@@ -40,11 +46,14 @@ def test_training_the_tokenizer_twice_gives_the_same_file(tokenizer):
     assert pocket_tokenizer.train_tokenizer(texts, 800).to_str() == tokenizer.to_str()
 
 
-@pytest.mark.parametrize("text, tokens", [
-    ("12 + 345", ["1", "2", "Ġ+", "Ġ3", "4", "5"]),
-    (" 12", ["Ġ1", "2"]),
-    ("x1 = 70,000.", ["x", "1", "Ġ=", "Ġ7", "0", ",", "0", "0", "0", "."]),
-])
+@pytest.mark.parametrize(
+    "text, tokens",
+    [
+        ("12 + 345", ["1", "2", "Ġ+", "Ġ3", "4", "5"]),
+        (" 12", ["Ġ1", "2"]),
+        ("x1 = 70,000.", ["x", "1", "Ġ=", "Ġ7", "0", ",", "0", "0", "0", "."]),
+    ],
+)
 def test_digits_stand_alone_and_the_first_takes_the_space(tokenizer, text, tokens):
     assert tokenizer.encode(text).tokens == tokens
 
@@ -56,15 +65,29 @@ def test_each_digit_has_a_token_with_and_without_a_space(tokenizer):
 
 def test_no_token_holds_a_digit_and_anything_but_one_space(tokenizer):
     for token in tokenizer.get_vocab():
-        assert not any(map(str.isdigit, token)) or len(token.removeprefix("Ġ")) == 1 \
-            or not token.isascii(), token
+        assert (
+            not any(map(str.isdigit, token))
+            or len(token.removeprefix("Ġ")) == 1
+            or not token.isascii()
+        ), token
 
 
-@pytest.mark.parametrize("text", [
-    "", " ", "\n", "a\n\n\n   b \t\r\n", "  leading", "trailing  ", "naïve café ½ ٣٤",
-    "日本語 🙂👩‍👩‍👧",
-    "\x00\x7f\u2028", r"$\frac{1}{2} \cdot 3$ \boxed{12}", "def f(x):\n    return x[::-1]\n",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "\n",
+        "a\n\n\n   b \t\r\n",
+        "  leading",
+        "trailing  ",
+        "naïve café ½ ٣٤",
+        "日本語 🙂👩‍👩‍👧",
+        "\x00\x7f\u2028",
+        r"$\frac{1}{2} \cdot 3$ \boxed{12}",
+        "def f(x):\n    return x[::-1]\n",
+    ],
+)
 def test_any_text_round_trips(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
@@ -85,16 +108,16 @@ def test_chat_template_and_training_documents_agree(tokenizer):
     prompt = tokenizer.encode(template.render(messages=messages, add_generation_prompt=True)).ids
     messages.append({"role": "assistant", "content": record.completion})
     whole = tokenizer.encode(template.render(messages=messages)).ids
-    document, = corpus.record_documents(tokenizer, [record])
+    (document,) = corpus.record_documents(tokenizer, [record])
     assert list(document.tokens) == whole
-    assert whole[:len(prompt)] == prompt
+    assert whole[: len(prompt)] == prompt
 
 
 def test_a_prompt_that_ends_in_a_newline_keeps_its_tokens_before_any_completion(tokenizer):
     record = Record("function_from_docstring", "def f(x):\n", "    return x", "")
-    document, = corpus.record_documents(tokenizer, [record])
+    (document,) = corpus.record_documents(tokenizer, [record])
     alone = tokenizer.encode("<|user|>def f(x):\n<|assistant|>").ids
-    assert list(document.tokens[:len(alone)]) == alone
+    assert list(document.tokens[: len(alone)]) == alone
 
 
 def test_saved_tokenizer_loads_and_names_its_stop_tokens(tokenizer, tmp_path):
@@ -109,7 +132,10 @@ def test_saved_tokenizer_loads_and_names_its_stop_tokens(tokenizer, tmp_path):
     generation = json.loads((folder / "generation_config.json").read_text())
     assert generation["eos_token_id"] == list(map(loaded.token_to_id, ("<|end|>", "<|endoftext|>")))
     assert sorted(path.name for path in folder.iterdir()) == [
-        "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
 
 
 # Real text.
@@ -130,18 +156,30 @@ def test_standard_library_text_is_there_and_real():
 
 def test_gsm8k_is_read_without_calculator_marks(tmp_path):
     path = tmp_path / "train.jsonl"
-    path.write_text(json.dumps({
-        "question": "Ann has 2 cats. Tom has 3. How many?",
-        "answer": "They have 2+3=<<2+3=5>>5 cats.\n#### 5"}) + "\n")
-    text, = real_text.gsm8k_chunks(path)
+    path.write_text(
+        json.dumps(
+            {
+                "question": "Ann has 2 cats. Tom has 3. How many?",
+                "answer": "They have 2+3=<<2+3=5>>5 cats.\n#### 5",
+            }
+        )
+        + "\n"
+    )
+    (text,) = real_text.gsm8k_chunks(path)
     assert text == "Ann has 2 cats. Tom has 3. How many?\nThey have 2+3=5 cats.\n#### 5"
     mixed = list(itertools.islice(real_text.stream(0, path), 10))
     assert mixed.count(text) == 5
 
 
-@pytest.mark.parametrize("content, message", [
-    (None, "does not exist"), ("{}\n", "line 1"), ("not json\n", "line 1"), ("3\n", "line 1"),
-])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (None, "does not exist"),
+        ("{}\n", "line 1"),
+        ("not json\n", "line 1"),
+        ("3\n", "line 1"),
+    ],
+)
 def test_a_bad_gsm8k_file_is_named(tmp_path, content, message):
     path = tmp_path / "wrong.jsonl"
     if content is not None:
@@ -155,20 +193,26 @@ def test_a_bad_gsm8k_file_is_named(tmp_path, content, message):
 
 def test_prompts_weigh_a_tenth_and_completions_one(tokenizer):
     record = families.generate(mathematics.NAME, "train", 0, 1)[0]
-    document, = corpus.record_documents(tokenizer, [record])
+    (document,) = corpus.record_documents(tokenizer, [record])
     split = list(document.tokens).index(tokenizer.token_to_id("<|assistant|>")) + 1
     assert list(document.loss_weights) == (
-        [0.0] + [0.1] * (split - 1) + [1.0] * (len(document.tokens) - split))
+        [0.0] + [0.1] * (split - 1) + [1.0] * (len(document.tokens) - split)
+    )
     answered = tokenizer.decode(document.tokens[split:], skip_special_tokens=False)
     assert answered == f"{record.completion}<|end|>"
 
 
 def test_drills_weigh_on_the_digits_of_results_alone(tokenizer):
-    drill = drills.Drill((" 12 + 5 =", " 17", ",", " 9 * 12 =", " 108", ","),
-                         (False, True, False, False, True, False))
-    document, = corpus.drill_documents(tokenizer, [drill])
-    weighed = [tokenizer.id_to_token(token)
-               for token, weight in zip(document.tokens, document.loss_weights) if weight]
+    drill = drills.Drill(
+        (" 12 + 5 =", " 17", ",", " 9 * 12 =", " 108", ","),
+        (False, True, False, False, True, False),
+    )
+    (document,) = corpus.drill_documents(tokenizer, [drill])
+    weighed = [
+        tokenizer.id_to_token(token)
+        for token, weight in zip(document.tokens, document.loss_weights)
+        if weight
+    ]
     assert weighed == ["Ġ1", "7", "Ġ1", "0", "8"]
     assert list(document.tokens) == tokenizer.encode(drill.text).ids
 
@@ -195,11 +239,12 @@ def _unpacked(rows: corpus.PackedRows) -> list[tuple]:
     """The documents of packed rows as (tokens, loss weights), checking segments and positions."""
     found = []
     for tokens, segments, positions, weights in zip(
-            rows.tokens, rows.segments, rows.positions, rows.loss_weights):
+        rows.tokens, rows.segments, rows.positions, rows.loss_weights
+    ):
         count = segments.max()
         padding = segments == 0
         assert np.array_equal(segments[~padding], np.sort(segments[~padding]))
-        assert not padding[:np.sum(~padding)].any()
+        assert not padding[: np.sum(~padding)].any()
         for packed in (tokens, positions, weights):
             assert not packed[padding].any()
         for segment in range(1, count + 1):
@@ -213,7 +258,8 @@ def test_packing_keeps_every_document_whole_and_in_order(documents):
     rows = corpus.pack(documents)
     expected = [
         (tuple(document.tokens), tuple(np.float32(document.loss_weights).tolist()))
-        for document in documents]
+        for document in documents
+    ]
     assert sorted(_unpacked(rows)) == sorted(expected)
 
 
@@ -253,21 +299,27 @@ def test_training_rows_follow_the_seed(tokenizer):
 
 def test_the_mixture_decides_what_is_drawn(tokenizer):
     only_drills = dataclasses.replace(
-        corpus.DEFAULT_MIXTURE, word_problems=0, mathematics=0, function_from_docstring=0,
-        function_from_text=0, real_text=0)
+        corpus.DEFAULT_MIXTURE,
+        word_problems=0,
+        mathematics=0,
+        function_from_docstring=0,
+        function_from_text=0,
+        real_text=0,
+    )
     documents = corpus.training_documents(tokenizer, 2_000, seed=0, mixture=only_drills)
     drawn = list(itertools.islice(drills.stream(0), len(documents)))
     assert [list(document.tokens) for document in documents] == [
-        tokenizer.encode(drill.text).ids for drill in drawn]
+        tokenizer.encode(drill.text).ids for drill in drawn
+    ]
 
 
 def test_no_test_prompt_is_in_the_training_documents(tokenizer, documents):
     trained = {tuple(document.tokens) for document in documents}
     assistant = tokenizer.token_to_id("<|assistant|>")
-    trained = {tokens[:tokens.index(assistant)] for tokens in trained if assistant in tokens}
+    trained = {tokens[: tokens.index(assistant)] for tokens in trained if assistant in tokens}
     assert len(trained) > 500
     for family in families.FAMILIES:
         tested = families.generate(family, "test", 0, 500)
         for document in corpus.record_documents(tokenizer, tested):
             tokens = tuple(document.tokens)
-            assert tokens[:tokens.index(assistant)] not in trained
+            assert tokens[: tokens.index(assistant)] not in trained

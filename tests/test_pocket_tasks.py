@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from acceptmoe_jax.pocket import (
-    arithmetic, drills, families, functions, mathematics, scoring, word_problems)
+    arithmetic,
+    drills,
+    families,
+    functions,
+    mathematics,
+    scoring,
+    word_problems,
+)
 from acceptmoe_jax.pocket.records import Record
 
 CODE_FAMILIES = (functions.FROM_DOCSTRING, functions.FROM_TEXT)
@@ -75,8 +82,7 @@ def _sentence(record: Record) -> str:
 
 
 def test_most_functions_of_the_test_split_combine_parts_as_training_never_does():
-    trained = {_combination(record) for family in CODE_FAMILIES
-               for record in records(family)}
+    trained = {_combination(record) for family in CODE_FAMILIES for record in records(family)}
     for family in CODE_FAMILIES:
         tested = [_combination(record) for record in records(family, "test")]
         new = sum(combination not in trained for combination in tested) / len(tested)
@@ -93,8 +99,9 @@ def test_each_part_of_the_grammar_is_trained():
     text = "\n".join(record.prompt for family in CODE_FAMILIES for record in records(family))
     phrases = [aggregate.phrase for kind in functions._AGGREGATES.values() for aggregate in kind]
     phrases += [change.phrase for kind in functions._MAPS.values() for change in kind]
-    phrases += [keep.adjective or keep.suffix
-                for kind in functions._FILTERS.values() for keep in kind]
+    phrases += [
+        keep.adjective or keep.suffix for kind in functions._FILTERS.values() for keep in kind
+    ]
     for phrase in phrases:
         pieces = map(re.escape, re.split(r"\{\w?\}", phrase))
         assert re.search("[^\n]*?".join(pieces), text), phrase
@@ -105,13 +112,23 @@ def test_records_are_the_same_in_another_process_with_another_hash_seed():
         "from acceptmoe_jax.pocket import families\n"
         "for family in families.FAMILIES:\n"
         "    for split in ('train', 'test'):\n"
-        "        print(families.generate(family, split, 11, 20))\n")
+        "        print(families.generate(family, split, 11, 20))\n"
+    )
     outputs = {
-        subprocess.run([sys.executable, "-c", program], env={"PYTHONHASHSEED": seed},
-                       capture_output=True, check=True, text=True).stdout
-        for seed in ("1", "2")}
-    here = "".join(f"{families.generate(family, split, 11, 20)}\n"
-                   for family in families.FAMILIES for split in ("train", "test"))
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    here = "".join(
+        f"{families.generate(family, split, 11, 20)}\n"
+        for family in families.FAMILIES
+        for split in ("train", "test")
+    )
     assert outputs == {here}
 
 
@@ -166,48 +183,73 @@ def test_a_word_problem_ends_with_the_result_of_its_last_step():
 
 def test_a_word_problem_uses_each_number_of_its_prompt():
     for record in records(word_problems.NAME):
-        used = {number for left, _, right, _ in STEP.findall(record.completion)
-                for number in (left, right)}
+        used = {
+            number
+            for left, _, right, _ in STEP.findall(record.completion)
+            for number in (left, right)
+        }
         assert used.issuperset(re.findall(r"\d+", record.prompt))
 
 
 # Each reads the answer from the wording, without the written steps.
 _ORACLES = (
-    (r"(?:Evaluate|Compute|What is|value of|Simplify|Calculate) "
-     r"\$(\d(?:[\d()+ -]|\\cdot)+)\$[.?]$",
-     lambda expression: eval(re.sub(r"(\d)\(", r"\1*(", expression.replace(r"\cdot", "*")))),
+    (
+        r"(?:Evaluate|Compute|What is|value of|Simplify|Calculate) "
+        r"\$(\d(?:[\d()+ -]|\\cdot)+)\$[.?]$",
+        lambda expression: eval(re.sub(r"(\d)\(", r"\1*(", expression.replace(r"\cdot", "*"))),
+    ),
     (r"(?:divisor of|GCD of|divides) (\d+) and (\d+)", lambda a, b: math.gcd(int(a), int(b))),
     (r"gcd\((\d+), (\d+)\)", lambda a, b: math.gcd(int(a), int(b))),
-    (r"(\d+) (?:is divided by|divided by|mod) (\d+), plus (\d+)",
-     lambda a, b, c: int(a) % int(b) + int(c)),
-    (r"(\d+)% of (\d+)(?:, plus (\d+))?\.",
-     lambda p, a, c: int(p) * int(a) / 100 + int(c or 0)),
-    (r"frac\{(\d+)\}\{(\d+)\} \\cdot (\d+) \+ (\d+)",
-     lambda a, b, c, d: int(a) * int(c) / int(b) + int(d)),
+    (
+        r"(\d+) (?:is divided by|divided by|mod) (\d+), plus (\d+)",
+        lambda a, b, c: int(a) % int(b) + int(c),
+    ),
+    (r"(\d+)% of (\d+)(?:, plus (\d+))?\.", lambda p, a, c: int(p) * int(a) / 100 + int(c or 0)),
+    (
+        r"frac\{(\d+)\}\{(\d+)\} \\cdot (\d+) \+ (\d+)",
+        lambda a, b, c, d: int(a) * int(c) / int(b) + int(d),
+    ),
     (r"(?:average|mean) of ([\d, and]+)", lambda listed: np.mean(_integers(listed))),
     (r"(?:largest of|numbers|smallest of) ([\d, ]+)", lambda listed: np.ptp(_integers(listed))),
     (r"(?:digits|digit sum) of (\d+)", lambda number: sum(map(int, number))),
-    (r"sum (?:of two numbers is )?(\d+) and (?:their )?difference (?:is )?(\d+)",
-     lambda total, gap: (int(total) - int(gap)) / 2),
-    (r"(?:width|is) (\d+) (?:and length|by) (\d+)[.,] .*area (?:of )?(\d+)",
-     lambda a, b, c: int(a) * int(b) - int(c)),
-    (r"(?:width|sides|perimeter of a) (\d+) (?:and|and length|by) (\d+)"
-     r"(?:\. What is its| \w+\?|\.$)",
-     lambda a, b: 2 * (int(a) + int(b))),
-    (r"\$\w\(\w\) = (\d+)\w ([+-] \d+)\$.*\$\w\((\d+)\)\$",
-     lambda a, b, x: eval(f"{a} * {x} {b}")),
-    (r"If \$\w = (\d+)\$ and \$\w = (\d+)\$, what is \$(\d+)\w \+ (\d+)\w\$",
-     lambda x, y, a, b: int(a) * int(x) + int(b) * int(y)),
-    (r"Evaluate \$(\d+)\w \+ (\d+)\w\$ for \$\w = (\d+)\$ and \$\w = (\d+)\$",
-     lambda a, b, x, y: int(a) * int(x) + int(b) * int(y)),
-    (r"term (?:number )?(\d+) of the (?:arithmetic )?sequence (\d+), (\d+)",
-     lambda index, first, second: int(first) + (int(index) - 1) * (int(second) - int(first))),
-    (r"begins (\d+), (\d+), .* term (\d+)",
-     lambda first, second, index: int(first) + (int(index) - 1) * (int(second) - int(first))),
-    (r"\$(\d+)[a-z] ([+-] \d+) = (\d+)\$",
-     lambda a, b, right: (int(right) - int(b.replace(" ", ""))) / int(a)),
-    (r"\$(\d+)\([a-z] ([+-] \d+)\) = (\d+)\$",
-     lambda a, b, right: int(right) / int(a) - int(b.replace(" ", ""))),
+    (
+        r"sum (?:of two numbers is )?(\d+) and (?:their )?difference (?:is )?(\d+)",
+        lambda total, gap: (int(total) - int(gap)) / 2,
+    ),
+    (
+        r"(?:width|is) (\d+) (?:and length|by) (\d+)[.,] .*area (?:of )?(\d+)",
+        lambda a, b, c: int(a) * int(b) - int(c),
+    ),
+    (
+        r"(?:width|sides|perimeter of a) (\d+) (?:and|and length|by) (\d+)"
+        r"(?:\. What is its| \w+\?|\.$)",
+        lambda a, b: 2 * (int(a) + int(b)),
+    ),
+    (r"\$\w\(\w\) = (\d+)\w ([+-] \d+)\$.*\$\w\((\d+)\)\$", lambda a, b, x: eval(f"{a} * {x} {b}")),
+    (
+        r"If \$\w = (\d+)\$ and \$\w = (\d+)\$, what is \$(\d+)\w \+ (\d+)\w\$",
+        lambda x, y, a, b: int(a) * int(x) + int(b) * int(y),
+    ),
+    (
+        r"Evaluate \$(\d+)\w \+ (\d+)\w\$ for \$\w = (\d+)\$ and \$\w = (\d+)\$",
+        lambda a, b, x, y: int(a) * int(x) + int(b) * int(y),
+    ),
+    (
+        r"term (?:number )?(\d+) of the (?:arithmetic )?sequence (\d+), (\d+)",
+        lambda index, first, second: int(first) + (int(index) - 1) * (int(second) - int(first)),
+    ),
+    (
+        r"begins (\d+), (\d+), .* term (\d+)",
+        lambda first, second, index: int(first) + (int(index) - 1) * (int(second) - int(first)),
+    ),
+    (
+        r"\$(\d+)[a-z] ([+-] \d+) = (\d+)\$",
+        lambda a, b, right: (int(right) - int(b.replace(" ", ""))) / int(a),
+    ),
+    (
+        r"\$(\d+)\([a-z] ([+-] \d+)\) = (\d+)\$",
+        lambda a, b, right: int(right) / int(a) - int(b.replace(" ", "")),
+    ),
 )
 
 
@@ -217,8 +259,11 @@ def _integers(listed: str) -> list[int]:
 
 def test_mathematics_answers_are_right_by_an_independent_reading_of_the_prompt():
     for record in records(mathematics.NAME):
-        readings = [oracle(*found.groups()) for pattern, oracle in _ORACLES
-                    if (found := re.search(pattern, record.prompt))]
+        readings = [
+            oracle(*found.groups())
+            for pattern, oracle in _ORACLES
+            if (found := re.search(pattern, record.prompt))
+        ]
         assert readings == [int(record.answer)], record
 
 
@@ -263,7 +308,7 @@ _CHANGES = (
     ("(.*), each reversed", lambda x: "".join(reversed(x))),
     ("the first letters of (.*)", lambda x: x[0]),
     ("the last letters of (.*)", lambda x: x[len(x) - 1]),
-    (r"the first (?P<n>\d+) letters of (?P<rest>.*)", lambda x, j: "".join(list(x)[:int(j)])),
+    (r"the first (?P<n>\d+) letters of (?P<rest>.*)", lambda x, j: "".join(list(x)[: int(j)])),
     ("the lengths of (.*)", len),
     ("the counts of '(?P<n>.)' in (?P<rest>.*)", lambda x, c: list(x).count(c)),
     ("(.*)", lambda x: x),
@@ -315,7 +360,8 @@ def _meaning(sentence: str, argument: str):
         for adjective, suffix, keep in _KEEPS:
             if found := re.fullmatch(f"the {adjective}{place}{suffix}", filtered):
                 return lambda given: gather(
-                    [change(x) for x in source(given) if keep(x, *found.groups())])
+                    [change(x) for x in source(given) if keep(x, *found.groups())]
+                )
     raise AssertionError(f"cannot read {filtered!r}")
 
 
@@ -385,8 +431,13 @@ def test_code_of_another_function_does_not_score(family):
 @pytest.mark.parametrize("family", CODE_FAMILIES)
 def test_broken_code_does_not_score(family):
     record = records(family, "test")[0]
-    for broken in ("", record.completion + ")", record.completion + "\nimport os", "\0",
-                   record.completion.replace("return", "retrun")):
+    for broken in (
+        "",
+        record.completion + ")",
+        record.completion + "\nimport os",
+        "\0",
+        record.completion.replace("return", "retrun"),
+    ):
         assert not scoring.is_correct(record, broken)
 
 
@@ -402,18 +453,33 @@ def test_layout_comments_and_a_docstring_do_not_change_the_score(family):
     assert scoring.is_correct(record, record.completion + "  # done\n\n")
 
 
-@pytest.mark.parametrize("text, number", [
-    ("#### 29", 29), ("#### $29.00.", 29), ("#### 70,000.", 70000), ("####-5", -5),
-    ("#### 3\n#### 4", 4), ("the answer is 4", None), ("#### none", None), ("#### 5\n####", None),
-])
+@pytest.mark.parametrize(
+    "text, number",
+    [
+        ("#### 29", 29),
+        ("#### $29.00.", 29),
+        ("#### 70,000.", 70000),
+        ("####-5", -5),
+        ("#### 3\n#### 4", 4),
+        ("the answer is 4", None),
+        ("#### none", None),
+        ("#### 5\n####", None),
+    ],
+)
 def test_the_number_after_the_last_mark_counts(text, number):
     assert scoring.final_number(text) == number
 
 
-@pytest.mark.parametrize("text, boxed", [
-    (r"\boxed{12}", "12"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-    (r"\boxed{1} \boxed{ 2 }", "2"), (r"\boxed{12", None),
-    (r"\boxed{3}, \boxed{4", "3"), ("12", None),
-])
+@pytest.mark.parametrize(
+    "text, boxed",
+    [
+        (r"\boxed{12}", "12"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{1} \boxed{ 2 }", "2"),
+        (r"\boxed{12", None),
+        (r"\boxed{3}, \boxed{4", "3"),
+        ("12", None),
+    ],
+)
 def test_the_last_balanced_box_counts(text, boxed):
     assert scoring.last_boxed(text) == boxed

@@ -128,9 +128,7 @@ def test_random_blocks_agree_with_a_reference_of_sorts_and_loops(policy, protect
     for seed in range(25):
         arrays = block(seed)
         size = None if policy == "acceptmoe" else config.budget - config.top_k
-        expect = selection_oracle.select(
-            *arrays, top_k=3, protect_anchor=protect_anchor, size=size
-        )
+        expect = selection_oracle.select(*arrays, top_k=3, protect_anchor=protect_anchor, size=size)
         result = select(*arrays, config=config)
         for name in ("anchor", "eligible_before_pruning", "pruned", "eligible"):
             assert members(getattr(result, name)) == expect[name], (seed, name)
@@ -278,9 +276,7 @@ def test_compiled_and_uncompiled_decide_alike(policy):
 
 @each_policy
 def test_fields_have_their_documented_shapes_and_types_at_full_size(policy):
-    config = dataclasses.replace(
-        POLICY_CONFIGS[policy], top_k=8, budget=29
-    )
+    config = dataclasses.replace(POLICY_CONFIGS[policy], top_k=8, budget=29)
     specs = (
         jax.ShapeDtypeStruct((64, 128), jnp.bfloat16),
         jax.ShapeDtypeStruct((64,), jnp.int32),

@@ -20,7 +20,6 @@ from tests.selection_blocks import (
     used,
 )
 
-
 # Effective rank and the other size rules.
 
 

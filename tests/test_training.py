@@ -1,4 +1,4 @@
-"""Training: the grouped experts, the optimiser, packed documents, the head's unrolling, resuming."""
+"""Training: grouped experts, optimiser, packed documents, the head's unrolling, resuming."""
 
 import dataclasses
 import functools
@@ -89,9 +89,7 @@ def experts_case(rows: int = 23):
 @pytest.mark.parametrize("block", [1, 5, 64])
 def test_grouped_experts_equal_the_dense_sum(block):
     case = experts_case()
-    np.testing.assert_allclose(
-        run_experts(*case, block), dense_experts(*case), atol=1e-6
-    )
+    np.testing.assert_allclose(run_experts(*case, block), dense_experts(*case), atol=1e-6)
 
 
 def test_gradients_of_grouped_experts_equal_those_of_the_dense_sum():
@@ -103,7 +101,9 @@ def test_gradients_of_grouped_experts_equal_those_of_the_dense_sum():
         y = run(x, ids, weights, bank.replace(gate=gate, up=up, down=down))
         return jnp.sum(jnp.sin(30 * y))
 
-    grouped = lambda *case: run_experts(*case, 5)
+    def grouped(*case):
+        return run_experts(*case, 5)
+
     ours, dense = (
         jax.jit(jax.grad(functools.partial(loss, run), argnums=(0, 1, 2)))(x, weights, matrices)
         for run in (grouped, dense_experts)

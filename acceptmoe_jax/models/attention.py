@@ -27,9 +27,7 @@ def empty_cache(rows: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -
     return LayerCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
 
 
-def causal_mask(
-    start: Int[Array, ""], rows: int, cache_rows: int
-) -> Bool[Array, "T S"]:
+def causal_mask(start: Int[Array, ""], rows: int, cache_rows: int) -> Bool[Array, "T S"]:
     """Row t, which goes to cache row `start + t`, sees every cache row up to itself."""
     return jnp.arange(cache_rows)[None, :] <= start + jnp.arange(rows)[:, None]
 

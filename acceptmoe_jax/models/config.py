@@ -80,7 +80,7 @@ class _Fields:
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3MoeConfig:
-    """Qwen3-MoE; field names are ours, the `config.json` key stands beside each where it differs."""
+    """Qwen3-MoE; where a `config.json` key differs from our name, it stands beside it."""
 
     vocab_size: int
     hidden_size: int

@@ -144,9 +144,7 @@ class Qwen3Moe(nn.Module):
         """Touches every parameter, so that `init` declares the whole tree."""
         row = jnp.zeros((1,), jnp.int32)
         c = self.config
-        out = self(
-            row, row, jnp.ones((1, 1), bool), banks=(None,) * c.num_layers, moe=_no_experts
-        )
+        out = self(row, row, jnp.ones((1, 1), bool), banks=(None,) * c.num_layers, moe=_no_experts)
         self.unembed(out.hidden)
 
 

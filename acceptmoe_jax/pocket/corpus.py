@@ -59,20 +59,22 @@ class PackedRows:
     loss_weights: Float32[np.ndarray, "R T"]
 
 
-def record_documents(
-    tokenizer: tokenizers.Tokenizer, records: Sequence[Record]
-) -> list[Document]:
+def record_documents(tokenizer: tokenizers.Tokenizer, records: Sequence[Record]) -> list[Document]:
     """Chat documents, as the chat template renders them; weight 0.1 on prompts, 1 on completions.
 
     `<|end|>` counts to the completion, `<|assistant|>` to the prompt.
     """
-    user, assistant, end = map(tokenizer.token_to_id, (
-        pocket_tokenizer.USER, pocket_tokenizer.ASSISTANT, pocket_tokenizer.END))
+    user, assistant, end = map(
+        tokenizer.token_to_id,
+        (pocket_tokenizer.USER, pocket_tokenizer.ASSISTANT, pocket_tokenizer.END),
+    )
     prompts = _encode(tokenizer, [record.prompt for record in records])
     completions = _encode(tokenizer, [record.completion for record in records])
     return [
-        Document([user, *prompt, assistant, *completion, end],
-                 [0.0] + [PROMPT_WEIGHT] * (len(prompt) + 1) + [1.0] * (len(completion) + 1))
+        Document(
+            [user, *prompt, assistant, *completion, end],
+            [0.0] + [PROMPT_WEIGHT] * (len(prompt) + 1) + [1.0] * (len(completion) + 1),
+        )
         for prompt, completion in zip(prompts, completions)
     ]
 
@@ -135,8 +137,12 @@ def pack(documents: Sequence[Document], row_length: int = ROW_LENGTH) -> PackedR
         rows_with_room[room - length].append(row)
         occupied |= 1 << (room - length)
 
-    packed = PackedRows(*(np.zeros((len(rows), row_length), dtype)
-                          for dtype in (np.int32, np.int32, np.int32, np.float32)))
+    packed = PackedRows(
+        *(
+            np.zeros((len(rows), row_length), dtype)
+            for dtype in (np.int32, np.int32, np.int32, np.float32)
+        )
+    )
     for index, row in enumerate(rows):
         start = 0
         for segment, document in enumerate(row, start=1):
@@ -169,8 +175,11 @@ def training_documents(
     while True:
         sources = rng.choices(list(shares), list(shares.values()), k=_BATCH)
         drawn = {
-            source: iter(make[source](
-                tokenizer, list(itertools.islice(streams[source], sources.count(source)))))
+            source: iter(
+                make[source](
+                    tokenizer, list(itertools.islice(streams[source], sources.count(source)))
+                )
+            )
             for source in shares
         }
         for source in sources:
@@ -202,8 +211,9 @@ def training_rows(
     documents = training_documents(tokenizer, num_tokens, seed, gsm8k_train, mixture)
     packed = pack(documents)
     order = np.random.default_rng(seed).permutation(len(packed.tokens))
-    return PackedRows(*(getattr(packed, field.name)[order]
-                        for field in dataclasses.fields(PackedRows)))
+    return PackedRows(
+        *(getattr(packed, field.name)[order] for field in dataclasses.fields(PackedRows))
+    )
 
 
 def tokenizer_texts(

@@ -57,14 +57,46 @@ class _Aggregate:
 
 
 _SOURCES = (
-    _Source("list", ("numbers", "values", "nums", "data", "items", "scores", "xs"), "list[int]",
-            "numbers", "in {}", "{}", "x", "int"),
-    _Source("range", ("n", "limit", "top", "m"), "int", "numbers", "from 1 to {}",
-            "range(1, {} + 1)", "x", "int"),
-    _Source("digits", ("n", "number", "code", "m"), "int", "digits", "of {}",
-            "map(int, str({}))", "x", "int"),
-    _Source("words", ("text", "sentence", "line", "s", "phrase", "message"), "str", "words",
-            "in {}", "{}.split()", "w", "str"),
+    _Source(
+        "list",
+        ("numbers", "values", "nums", "data", "items", "scores", "xs"),
+        "list[int]",
+        "numbers",
+        "in {}",
+        "{}",
+        "x",
+        "int",
+    ),
+    _Source(
+        "range",
+        ("n", "limit", "top", "m"),
+        "int",
+        "numbers",
+        "from 1 to {}",
+        "range(1, {} + 1)",
+        "x",
+        "int",
+    ),
+    _Source(
+        "digits",
+        ("n", "number", "code", "m"),
+        "int",
+        "digits",
+        "of {}",
+        "map(int, str({}))",
+        "x",
+        "int",
+    ),
+    _Source(
+        "words",
+        ("text", "sentence", "line", "s", "phrase", "message"),
+        "str",
+        "words",
+        "in {}",
+        "{}.split()",
+        "w",
+        "str",
+    ),
 )
 _SOURCE_WEIGHTS = (4, 2, 1, 3)
 
@@ -129,28 +161,43 @@ _ANY = (
     _Aggregate("a list of {}", f"return [{_COMPREHENSION}]", "list[{}]"),
     _Aggregate("the set of {}", f"return {{{{{_COMPREHENSION}}}}}", "set[{}]"),
     _Aggregate("a sorted list of {}", f"return sorted({_COMPREHENSION})", "list[{}]"),
-    _Aggregate("the number of different values among {}", f"return len({{{{{_COMPREHENSION}}}}})",
-               "int"),
+    _Aggregate(
+        "the number of different values among {}", f"return len({{{{{_COMPREHENSION}}}}})", "int"
+    ),
     _Aggregate("the first of {}", f"return next({_COMPREHENSION})", "{}"),
     _Aggregate("the last of {}", f"return [{_COMPREHENSION}][-1]", "{}"),
 )
 _AGGREGATES = {
-    "int": _ANY + (
+    "int": _ANY
+    + (
         _Aggregate("the sum of {}", f"return sum({_COMPREHENSION})", "int"),
         _Aggregate("the largest of {}", f"return max({_COMPREHENSION})", "int"),
         _Aggregate("the smallest of {}", f"return min({_COMPREHENSION})", "int"),
-        _Aggregate("the average of {}",
-                   f"found = [{_COMPREHENSION}]\n    return sum(found) / len(found)", "float"),
-        _Aggregate("the range of {}",
-                   f"found = [{_COMPREHENSION}]\n    return max(found) - min(found)", "int"),
-        _Aggregate("the product of {}", "result = 1\n    for {x} in {source}:\n"
-                   "{guard}{indent}result *= {expression}\n    return result", "int"),
-        _Aggregate("whether any of {} is over {h}", "return any({expression} > {h} {loop})",
-                   "bool"),
-        _Aggregate("whether all of {} are under {h}", "return all({expression} < {h} {loop})",
-                   "bool"),
+        _Aggregate(
+            "the average of {}",
+            f"found = [{_COMPREHENSION}]\n    return sum(found) / len(found)",
+            "float",
+        ),
+        _Aggregate(
+            "the range of {}",
+            f"found = [{_COMPREHENSION}]\n    return max(found) - min(found)",
+            "int",
+        ),
+        _Aggregate(
+            "the product of {}",
+            "result = 1\n    for {x} in {source}:\n"
+            "{guard}{indent}result *= {expression}\n    return result",
+            "int",
+        ),
+        _Aggregate(
+            "whether any of {} is over {h}", "return any({expression} > {h} {loop})", "bool"
+        ),
+        _Aggregate(
+            "whether all of {} are under {h}", "return all({expression} < {h} {loop})", "bool"
+        ),
     ),
-    "str": _ANY + (
+    "str": _ANY
+    + (
         _Aggregate("the longest of {}", f"return max([{_COMPREHENSION}], key=len)", "str"),
         _Aggregate("the shortest of {}", f"return min([{_COMPREHENSION}], key=len)", "str"),
         _Aggregate("a string joining {} with spaces", f"return ' '.join({_COMPREHENSION})", "str"),
@@ -158,10 +205,34 @@ _AGGREGATES = {
     ),
 }
 
-_VERBS = ("get", "find", "compute", "make", "collect", "build", "solve", "process", "pick", "run",
-          "check", "take")
-_NOUNS = ("result", "answer", "total", "output", "part", "group", "summary", "value", "report",
-          "score", "thing", "number")
+_VERBS = (
+    "get",
+    "find",
+    "compute",
+    "make",
+    "collect",
+    "build",
+    "solve",
+    "process",
+    "pick",
+    "run",
+    "check",
+    "take",
+)
+_NOUNS = (
+    "result",
+    "answer",
+    "total",
+    "output",
+    "part",
+    "group",
+    "summary",
+    "value",
+    "report",
+    "score",
+    "thing",
+    "number",
+)
 
 _DOCSTRINGS = ("Return {}.", "Returns {}.", "Give {}.", "Find {}.")
 _OPENINGS = ("", "Complete this function.\n", "Finish the function:\n", "Write the body.\n")
@@ -187,7 +258,7 @@ class _Function:
 
 
 def _draw_function(rng: random.Random) -> _Function:
-    source, = rng.choices(_SOURCES, _SOURCE_WEIGHTS)
+    (source,) = rng.choices(_SOURCES, _SOURCE_WEIGHTS)
     keep = rng.choice(_FILTERS[source.kind])
     change = rng.choice(_MAPS[source.kind])
     gather = rng.choice(_AGGREGATES[change.kind])
@@ -195,17 +266,25 @@ def _draw_function(rng: random.Random) -> _Function:
 
     k = rng.randint(2, 9)
     constants = {
-        "k": k, "m": k + rng.randint(1, 20), "j": rng.randint(2, 9), "h": rng.randint(2, 50),
-        "c": rng.choice("abcdefghijklmnoprstuvwy"), "e": rng.choice("aeioulnrst"),
+        "k": k,
+        "m": k + rng.randint(1, 20),
+        "j": rng.randint(2, 9),
+        "h": rng.randint(2, 50),
+        "c": rng.choice("abcdefghijklmnoprstuvwy"),
+        "e": rng.choice("aeioulnrst"),
         "x": source.item,
     }
     condition = keep.condition and keep.condition.format(**constants)
     iterable = source.code.format(argument)
     loop = f"for {source.item} in {iterable}" + (f" if {condition}" if condition else "")
     body = gather.body.format(
-        expression=change.expression.format(**constants), loop=loop, source=iterable,
+        expression=change.expression.format(**constants),
+        loop=loop,
+        source=iterable,
         guard=f"        if {condition}:\n" if condition else "",
-        indent=" " * (12 if condition else 8), **constants)
+        indent=" " * (12 if condition else 8),
+        **constants,
+    )
 
     suffix = keep.suffix.format(**constants)
 
@@ -214,12 +293,16 @@ def _draw_function(rng: random.Random) -> _Function:
         return gather.phrase.format(change.phrase.format(filtered, **constants), **constants)
 
     combination = "|".join((source.name, keep.adjective, keep.suffix, change.phrase, gather.phrase))
-    in_test = (hash_share(combination) < HELD_OUT_SHARE
-               or hash_share(sentence("_")) < TEST_SHARE)
+    in_test = hash_share(combination) < HELD_OUT_SHARE or hash_share(sentence("_")) < TEST_SHARE
     return _Function(
-        name=f"{rng.choice(_VERBS)}_{rng.choice(_NOUNS)}", argument=argument, hint=source.hint,
-        result=gather.result.format(change.kind), what=sentence(argument), body=f"    {body}",
-        in_test=in_test)
+        name=f"{rng.choice(_VERBS)}_{rng.choice(_NOUNS)}",
+        argument=argument,
+        hint=source.hint,
+        result=gather.result.format(change.kind),
+        what=sentence(argument),
+        body=f"    {body}",
+        in_test=in_test,
+    )
 
 
 def draw_from_docstring(rng: random.Random) -> Drawn:
@@ -228,8 +311,9 @@ def draw_from_docstring(rng: random.Random) -> Drawn:
     if rng.random() < 0.5:
         signature = f"def {function.name}({function.argument}):"
     else:
-        signature = (f"def {function.name}({function.argument}: {function.hint})"
-                     f" -> {function.result}:")
+        signature = (
+            f"def {function.name}({function.argument}: {function.hint}) -> {function.result}:"
+        )
     docstring = rng.choice(_DOCSTRINGS).format(function.what)
     prompt = f'{rng.choice(_OPENINGS)}{signature}\n    """{docstring}"""'
     return Drawn(Record(FROM_DOCSTRING, prompt, function.body, function.body), function.in_test)

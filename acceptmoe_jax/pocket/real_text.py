@@ -58,7 +58,8 @@ def gsm8k_chunks(path: str | os.PathLike) -> list[str]:
             text = f"{entry['question']}\n{entry['answer']}"
         except (json.JSONDecodeError, KeyError, TypeError):
             raise UserError(
-                f"{path}, line {number}: no JSON object with question and answer") from None
+                f"{path}, line {number}: no JSON object with question and answer"
+            ) from None
         sentences = re.split(r"(?<=[.?!] )|(?<=\n)", re.sub(r"<<.*?>>", "", text))
         runs += chunks(sentences)
     return runs

@@ -42,7 +42,7 @@ def last_boxed(text: str) -> str | None:
         for end in range(opening.end(), len(text)):
             depth += {"{": 1, "}": -1}.get(text[end], 0)
             if depth == 0:
-                return text[opening.end():end].strip()
+                return text[opening.end() : end].strip()
     return None
 
 

@@ -35,10 +35,12 @@ _PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 1536) -> tokenizers.Tokenizer:
     """Trains the BPE on `texts`; all 256 bytes are in the vocabulary, so any text round-trips."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(tokenizers.Regex(_PIECES), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -62,18 +64,24 @@ def save_tokenizer(
     """
     directory = pathlib.Path(directory)
     write_atomically(directory / "tokenizer.json", tokenizer.to_str(pretty=True) + "\n")
-    write_json(directory / "tokenizer_config.json", {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": None,
-        "eos_token": END,
-        "pad_token": END_OF_TEXT,
-        "additional_special_tokens": [USER, ASSISTANT],
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": max_length,
-        "chat_template": CHAT_TEMPLATE,
-    })
-    write_json(directory / "generation_config.json", {
-        "eos_token_id": [tokenizer.token_to_id(END), tokenizer.token_to_id(END_OF_TEXT)],
-        "pad_token_id": tokenizer.token_to_id(END_OF_TEXT),
-        "do_sample": False,
-    })
+    write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": None,
+            "eos_token": END,
+            "pad_token": END_OF_TEXT,
+            "additional_special_tokens": [USER, ASSISTANT],
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": max_length,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+    write_json(
+        directory / "generation_config.json",
+        {
+            "eos_token_id": [tokenizer.token_to_id(END), tokenizer.token_to_id(END_OF_TEXT)],
+            "pad_token_id": tokenizer.token_to_id(END_OF_TEXT),
+            "do_sample": False,
+        },
+    )

@@ -9,17 +9,96 @@ from acceptmoe_jax.pocket.records import Drawn, Record, numbers_in_test
 
 NAME = "word_problems"
 
-_GIRLS = ("Anna", "Maria", "Lily", "Emma", "Sara", "Nina", "Julia", "Kate", "Rosa", "Mia", "Zoe",
-          "Ella", "Ruth", "Grace", "Clara", "Alice")
-_BOYS = ("Tom", "Ben", "Max", "Sam", "Leo", "Paul", "Jack", "Mark", "Omar", "Ali", "David", "Peter",
-         "Noah", "Hugo", "Adam", "Carl")
-_THINGS = ("apples", "books", "pens", "stamps", "coins", "cards", "cookies", "shells", "marbles",
-           "oranges", "pencils", "stickers", "flowers", "stones", "candles", "buttons", "cups",
-           "toys", "eggs", "muffins", "tickets", "photos", "plates", "balls", "pears", "rolls")
-_HOLDERS = ("boxes", "bags", "baskets", "shelves", "drawers", "packs", "trays", "rows", "piles",
-            "crates", "jars", "tables")
-_PLACES = ("shop", "market", "school", "farm", "library", "park", "museum", "club", "fair",
-           "station")
+_GIRLS = (
+    "Anna",
+    "Maria",
+    "Lily",
+    "Emma",
+    "Sara",
+    "Nina",
+    "Julia",
+    "Kate",
+    "Rosa",
+    "Mia",
+    "Zoe",
+    "Ella",
+    "Ruth",
+    "Grace",
+    "Clara",
+    "Alice",
+)
+_BOYS = (
+    "Tom",
+    "Ben",
+    "Max",
+    "Sam",
+    "Leo",
+    "Paul",
+    "Jack",
+    "Mark",
+    "Omar",
+    "Ali",
+    "David",
+    "Peter",
+    "Noah",
+    "Hugo",
+    "Adam",
+    "Carl",
+)
+_THINGS = (
+    "apples",
+    "books",
+    "pens",
+    "stamps",
+    "coins",
+    "cards",
+    "cookies",
+    "shells",
+    "marbles",
+    "oranges",
+    "pencils",
+    "stickers",
+    "flowers",
+    "stones",
+    "candles",
+    "buttons",
+    "cups",
+    "toys",
+    "eggs",
+    "muffins",
+    "tickets",
+    "photos",
+    "plates",
+    "balls",
+    "pears",
+    "rolls",
+)
+_HOLDERS = (
+    "boxes",
+    "bags",
+    "baskets",
+    "shelves",
+    "drawers",
+    "packs",
+    "trays",
+    "rows",
+    "piles",
+    "crates",
+    "jars",
+    "tables",
+)
+_PLACES = (
+    "shop",
+    "market",
+    "school",
+    "farm",
+    "library",
+    "park",
+    "museum",
+    "club",
+    "fair",
+    "station",
+)
 _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
 Steps = tuple[tuple[int, str, int], ...]
@@ -117,110 +196,162 @@ class _Story:
 
 
 _STORIES = (
-    _Story(_plus_plus,
-           "{name} has {a} {things}. {other} has {b} {things} and {third} has {c}. How many "
-           "{things} do they have together?",
-           ("{things} for two of them", "{things} for all three")),
-    _Story(_plus_plus,
-           "On {day} {name} sells {a} {things}, then {b} at the {place} and {c} more in the "
-           "evening. How many {things} does {they} sell?",
-           ("{things} sold by then", "{things} sold in all")),
-    _Story(_plus_minus,
-           "{name} has {a} {things}. {They} buys {b} more and gives {c} to {other}. How many "
-           "{things} does {name} have now?",
-           ("{things} after buying", "{things} left")),
-    _Story(_plus_minus,
-           "There are {a} {things} in the {place}. On {day} {b} {things} arrive and {c} are "
-           "taken away. How many {things} are there now?",
-           ("{things} after the arrival", "{things} now")),
-    _Story(_plus_minus,
-           "{name} finds {a} {things} and {other} finds {b}. They lose {c} of them. How many "
-           "{things} are left?",
-           ("{things} found", "{things} left")),
-    _Story(_minus_minus,
-           "A {place} has {a} {things}. It sells {b} on {day} and {c} the next day. How many "
-           "{things} remain?",
-           ("{things} after {day}", "{things} remain")),
-    _Story(_minus_minus,
-           "{name} had {a} {things}. {They} gave {b} to {other} and {c} to {third}. How many "
-           "{things} does {they} still have?",
-           ("{things} after the first gift", "{things} left")),
-    _Story(_times_plus,
-           "{name} has {a} {holders} with {b} {things} each, and {c} more {things}. How many "
-           "{things} does {name} have?",
-           ("{things} in the {holders}", "{things} in all")),
-    _Story(_times_plus,
-           "The {place} keeps {a} {holders} of {b} {things}. On {day} it gets {c} more {things}."
-           " How many {things} are there?",
-           ("{things} at first", "{things} now")),
-    _Story(_times_minus,
-           "{name} buys {a} {holders} of {b} {things} and gives {c} {things} to {other}. How "
-           "many {things} are left?",
-           ("{things} bought", "{things} left")),
-    _Story(_times_minus,
-           "Each of {a} children brings {b} {things} to the {place}. {c} {things} are lost. How "
-           "many {things} remain?",
-           ("{things} brought", "{things} remain")),
-    _Story(_times_from,
-           "{name} buys {a} {things} for {b} dollars each and pays with {c} dollars. How much "
-           "money does {they} get back?",
-           ("dollars to pay", "dollars back")),
-    _Story(_times_from,
-           "{name} reads {b} pages a day for {a} days. The book has {c} pages. How many pages "
-           "are left?",
-           ("pages read", "pages left")),
-    _Story(_times_from,
-           "{name} wants {c} {things}. {They} gets {b} {things} a week for {a} weeks. How many "
-           "more does {they} need?",
-           ("{things} so far", "{things} more")),
-    _Story(_times_times,
-           "{name} buys {a} {things} for {b} dollars each and {c} hats for {d} dollars each. How"
-           " much does {they} pay?",
-           ("dollars for the {things}", "dollars for the hats", "dollars in all")),
-    _Story(_times_times,
-           "There are {a} {holders} with {b} {things} each and {c} {holders} with {d} each. How "
-           "many {things} are there?",
-           ("{things} in the first", "{things} in the others", "{things} in all")),
-    _Story(_plus_times,
-           "{name} has {a} red and {b} blue {holders}. Each holds {c} {things}. How many "
-           "{things} does {name} have?",
-           ("{holders}", "{things}")),
-    _Story(_plus_times,
-           "{name} works {a} hours on {day} and {b} hours the next day for {c} dollars an hour. "
-           "How much does {they} earn?",
-           ("hours", "dollars")),
-    _Story(_plus_divide,
-           "{name} has {a} {things} and gets {b} more. {They} puts them in {c} equal {holders}. "
-           "How many {things} are in each?",
-           ("{things}", "{things} in each")),
-    _Story(_plus_divide,
-           "{name} and {other} bring {a} and {b} {things}. {c} friends share them equally. How "
-           "many {things} does each get?",
-           ("{things} together", "{things} for each")),
-    _Story(_minus_divide,
-           "The {place} has {a} {things}. {b} are broken and the rest goes in {c} equal "
-           "{holders}. How many {things} are in each?",
-           ("good {things}", "{things} in each")),
-    _Story(_minus_divide,
-           "{name} has {a} dollars and keeps {b}. {They} buys {things} for {c} dollars each with"
-           " the rest. How many does {they} buy?",
-           ("dollars to spend", "{things}")),
-    _Story(_divide_plus,
-           "{a} {things} are shared equally by {b} children. {name} is one of them and had {c} "
-           "before. How many {things} does {they} have now?",
-           ("{things} for each", "{things} now")),
-    _Story(_twice,
-           "{name} has {a} {things} and {other} has twice as many. {third} has {b}. How many "
-           "{things} do they have together?",
-           ("{things} for {other}", "{things} for both", "{things} for all three")),
-    _Story(_more_than,
-           "{name} has {a} {things}. {other} has {b} more than {name}. How many {things} do they"
-           " have together?",
-           ("{things} for {other}", "{things} together")),
-    _Story(_more_than,
-           "On {day} {a} people come to the {place}. The next day {b} more come than on {day}. "
-           "How many come in all?",
-           ("people the next day", "people in all")),
+    _Story(
+        _plus_plus,
+        "{name} has {a} {things}. {other} has {b} {things} and {third} has {c}. How many "
+        "{things} do they have together?",
+        ("{things} for two of them", "{things} for all three"),
+    ),
+    _Story(
+        _plus_plus,
+        "On {day} {name} sells {a} {things}, then {b} at the {place} and {c} more in the "
+        "evening. How many {things} does {they} sell?",
+        ("{things} sold by then", "{things} sold in all"),
+    ),
+    _Story(
+        _plus_minus,
+        "{name} has {a} {things}. {They} buys {b} more and gives {c} to {other}. How many "
+        "{things} does {name} have now?",
+        ("{things} after buying", "{things} left"),
+    ),
+    _Story(
+        _plus_minus,
+        "There are {a} {things} in the {place}. On {day} {b} {things} arrive and {c} are "
+        "taken away. How many {things} are there now?",
+        ("{things} after the arrival", "{things} now"),
+    ),
+    _Story(
+        _plus_minus,
+        "{name} finds {a} {things} and {other} finds {b}. They lose {c} of them. How many "
+        "{things} are left?",
+        ("{things} found", "{things} left"),
+    ),
+    _Story(
+        _minus_minus,
+        "A {place} has {a} {things}. It sells {b} on {day} and {c} the next day. How many "
+        "{things} remain?",
+        ("{things} after {day}", "{things} remain"),
+    ),
+    _Story(
+        _minus_minus,
+        "{name} had {a} {things}. {They} gave {b} to {other} and {c} to {third}. How many "
+        "{things} does {they} still have?",
+        ("{things} after the first gift", "{things} left"),
+    ),
+    _Story(
+        _times_plus,
+        "{name} has {a} {holders} with {b} {things} each, and {c} more {things}. How many "
+        "{things} does {name} have?",
+        ("{things} in the {holders}", "{things} in all"),
+    ),
+    _Story(
+        _times_plus,
+        "The {place} keeps {a} {holders} of {b} {things}. On {day} it gets {c} more {things}."
+        " How many {things} are there?",
+        ("{things} at first", "{things} now"),
+    ),
+    _Story(
+        _times_minus,
+        "{name} buys {a} {holders} of {b} {things} and gives {c} {things} to {other}. How "
+        "many {things} are left?",
+        ("{things} bought", "{things} left"),
+    ),
+    _Story(
+        _times_minus,
+        "Each of {a} children brings {b} {things} to the {place}. {c} {things} are lost. How "
+        "many {things} remain?",
+        ("{things} brought", "{things} remain"),
+    ),
+    _Story(
+        _times_from,
+        "{name} buys {a} {things} for {b} dollars each and pays with {c} dollars. How much "
+        "money does {they} get back?",
+        ("dollars to pay", "dollars back"),
+    ),
+    _Story(
+        _times_from,
+        "{name} reads {b} pages a day for {a} days. The book has {c} pages. How many pages "
+        "are left?",
+        ("pages read", "pages left"),
+    ),
+    _Story(
+        _times_from,
+        "{name} wants {c} {things}. {They} gets {b} {things} a week for {a} weeks. How many "
+        "more does {they} need?",
+        ("{things} so far", "{things} more"),
+    ),
+    _Story(
+        _times_times,
+        "{name} buys {a} {things} for {b} dollars each and {c} hats for {d} dollars each. How"
+        " much does {they} pay?",
+        ("dollars for the {things}", "dollars for the hats", "dollars in all"),
+    ),
+    _Story(
+        _times_times,
+        "There are {a} {holders} with {b} {things} each and {c} {holders} with {d} each. How "
+        "many {things} are there?",
+        ("{things} in the first", "{things} in the others", "{things} in all"),
+    ),
+    _Story(
+        _plus_times,
+        "{name} has {a} red and {b} blue {holders}. Each holds {c} {things}. How many "
+        "{things} does {name} have?",
+        ("{holders}", "{things}"),
+    ),
+    _Story(
+        _plus_times,
+        "{name} works {a} hours on {day} and {b} hours the next day for {c} dollars an hour. "
+        "How much does {they} earn?",
+        ("hours", "dollars"),
+    ),
+    _Story(
+        _plus_divide,
+        "{name} has {a} {things} and gets {b} more. {They} puts them in {c} equal {holders}. "
+        "How many {things} are in each?",
+        ("{things}", "{things} in each"),
+    ),
+    _Story(
+        _plus_divide,
+        "{name} and {other} bring {a} and {b} {things}. {c} friends share them equally. How "
+        "many {things} does each get?",
+        ("{things} together", "{things} for each"),
+    ),
+    _Story(
+        _minus_divide,
+        "The {place} has {a} {things}. {b} are broken and the rest goes in {c} equal "
+        "{holders}. How many {things} are in each?",
+        ("good {things}", "{things} in each"),
+    ),
+    _Story(
+        _minus_divide,
+        "{name} has {a} dollars and keeps {b}. {They} buys {things} for {c} dollars each with"
+        " the rest. How many does {they} buy?",
+        ("dollars to spend", "{things}"),
+    ),
+    _Story(
+        _divide_plus,
+        "{a} {things} are shared equally by {b} children. {name} is one of them and had {c} "
+        "before. How many {things} does {they} have now?",
+        ("{things} for each", "{things} now"),
+    ),
+    _Story(
+        _twice,
+        "{name} has {a} {things} and {other} has twice as many. {third} has {b}. How many "
+        "{things} do they have together?",
+        ("{things} for {other}", "{things} for both", "{things} for all three"),
+    ),
+    _Story(
+        _more_than,
+        "{name} has {a} {things}. {other} has {b} more than {name}. How many {things} do they"
+        " have together?",
+        ("{things} for {other}", "{things} together"),
+    ),
+    _Story(
+        _more_than,
+        "On {day} {a} people come to the {place}. The next day {b} more come than on {day}. "
+        "How many come in all?",
+        ("people the next day", "people in all"),
+    ),
 )
 
 
@@ -233,9 +364,15 @@ def draw(rng: random.Random) -> Drawn:
     other, third = rng.sample(_BOYS if girl else _GIRLS, 2)
     they = "she" if girl else "he"
     words = {
-        "name": name, "other": other, "third": third, "they": they, "They": they.capitalize(),
-        "things": rng.choice(_THINGS), "holders": rng.choice(_HOLDERS),
-        "place": rng.choice(_PLACES), "day": rng.choice(_DAYS),
+        "name": name,
+        "other": other,
+        "third": third,
+        "they": they,
+        "They": they.capitalize(),
+        "things": rng.choice(_THINGS),
+        "holders": rng.choice(_HOLDERS),
+        "place": rng.choice(_PLACES),
+        "day": rng.choice(_DAYS),
     }
     prompt = story.prompt.format(**words, **dict(zip("abcd", operands)))
     lines = [f"{step(*one)} {label.format(**words)}" for one, label in zip(steps, story.labels)]

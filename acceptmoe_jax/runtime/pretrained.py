@@ -68,7 +68,7 @@ def load_pretrained(
     if draft is not None:
         head_checkpoint = Checkpoint.open(resolve_directory(draft))
         setup = _with_head(setup, head_checkpoint)
-    weights = _load_target(checkpoint, config, dtype, progress)
+    weights = load_target(checkpoint, config, dtype, progress)
     if head_checkpoint is not None:
         params, target_ids = load_eagle3(
             head_checkpoint,
@@ -82,7 +82,17 @@ def load_pretrained(
     return Pretrained(setup, weights, tokenizer, checkpoint, head_checkpoint)
 
 
-def _load_target(checkpoint, config, dtype, progress) -> Weights:
+def load_target(
+    checkpoint: Checkpoint,
+    config: Qwen3MoeConfig,
+    dtype: jnp.dtype,
+    progress: Callable[[int], None] | None = None,
+) -> Weights:
+    """Loads the dense parameters and every expert of a target; arguments as `load_pretrained`.
+
+    Raises:
+      UserError: naming file and keys, if the tensors are not exactly those of the config.
+    """
     moe_layers = [i for i in range(config.num_layers) if i not in config.dense_layers]
     bank = abstract_bank(config, dtype)
     matrices = {"gate": bank.gate, "up": bank.up, "down": bank.down}

@@ -236,9 +236,7 @@ def audit_round(
         lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, done.start, emitted, 0), state.caches
     )
     before = state.replace(length=done.start)
-    out, logits = _verify(
-        setup, weights, before, done.tree, jnp.ones(1), setup.native(), None
-    )
+    out, logits = _verify(setup, weights, before, done.tree, jnp.ones(1), setup.native(), None)
     caches = jax.tree.map(
         lambda leaf, rows: jax.lax.dynamic_update_slice_in_dim(leaf, rows, done.start, 0),
         out.caches,
@@ -266,9 +264,7 @@ def _moe(setup, selector, depth, valid, phat, eligible_override):
         override = None
         if eligible_override is not None:
             override = eligible_override[moe_layers.index(layer)]
-        chosen = select(
-            logits, depth, valid, phat, config=selector, eligible_override=override
-        )
+        chosen = select(logits, depth, valid, phat, config=selector, eligible_override=override)
         y = masked_expert_gemm(
             x,
             bank.gate,

@@ -69,9 +69,7 @@ def descending_rank(values: Float[Array, "E"]) -> Int[Array, "E"]:
     return ahead_EE.sum(axis=0, dtype=jnp.int32)
 
 
-def residual_distribution(
-    demand: Float[Array, "E"], anchor: Bool[Array, "E"]
-) -> Float[Array, "E"]:
+def residual_distribution(demand: Float[Array, "E"], anchor: Bool[Array, "E"]) -> Float[Array, "E"]:
     """`q`: the demand outside the anchor, scaled to sum 1; all zeros where there is none."""
     residual = jnp.where(anchor, 0.0, demand)
     total = residual.sum()

@@ -11,9 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from acceptmoe_jax.selection import demand as demand_lib
-from acceptmoe_jax.selection import eligible as eligible_lib
-from acceptmoe_jax.selection import routing
+from acceptmoe_jax.selection import demand as demand_lib, eligible as eligible_lib, routing
 from acceptmoe_jax.selection.config import SelectorConfig
 
 

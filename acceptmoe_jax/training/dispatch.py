@@ -103,9 +103,7 @@ def run_experts(
     rows, k = expert_ids.shape
     blocks = sort_into_blocks(expert_ids, bank.gate.shape[0], block)
     grouped = _take(x, blocks.row_of, blocks.slot_of).reshape(-1, block, x.shape[-1])
-    gate, up, down = (
-        matrix[blocks.expert_of_block] for matrix in (bank.gate, bank.up, bank.down)
-    )
+    gate, up, down = (matrix[blocks.expert_of_block] for matrix in (bank.gate, bank.up, bank.down))
     hidden = jax.nn.silu(jnp.einsum("gbd,gfd->gbf", grouped, gate))
     hidden = hidden * jnp.einsum("gbd,gfd->gbf", grouped, up)
     out = jnp.einsum("gbf,gdf->gbd", hidden, down).reshape(-1, x.shape[-1])

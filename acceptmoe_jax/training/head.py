@@ -136,9 +136,9 @@ def unroll(
         cache = jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=1), cache, block)
         embeddings = jnp.pad(lesson.embeddings[:, step:], ((0, 0), (0, step), (0, 0)))
         start = jnp.int32((step - 1) * length)
-        hidden, cache = jax.vmap(
-            lambda *row: head.apply({"params": params}, *row, start)
-        )(embeddings, hidden, lesson.positions + step - 1, step_mask(prefix, step), cache)
+        hidden, cache = jax.vmap(lambda *row: head.apply({"params": params}, *row, start))(
+            embeddings, hidden, lesson.positions + step - 1, step_mask(prefix, step), cache
+        )
         hiddens.append(hidden)
     return hiddens
 
@@ -172,7 +172,9 @@ def head_loss(
         run_length += agreeing
     loss = sum(STEP_DECAY**i * value for i, value in enumerate(losses))
     # `graded` is now that of the last step: the rows all of whose drafts lie in the document.
-    return loss, HeadMetrics(losses[0], jnp.stack(top1), jnp.stack(top10), _mean(run_length, graded))
+    return loss, HeadMetrics(
+        losses[0], jnp.stack(top1), jnp.stack(top10), _mean(run_length, graded)
+    )
 
 
 def _mean(values: Array, weights: Array) -> Float[Array, ""]:

@@ -166,9 +166,7 @@ def to_host(metrics: Any) -> dict[str, Any]:
     }
 
 
-def mean_metrics(
-    loss_fn: LossFunction, batches: list[Any]
-) -> Callable[[Any], dict[str, Any]]:
+def mean_metrics(loss_fn: LossFunction, batches: list[Any]) -> Callable[[Any], dict[str, Any]]:
     """A `held_out` function: the means of `loss_fn`'s metrics over fixed batches."""
     evaluate = jax.jit(lambda params, batch: loss_fn(params, batch)[1])
 

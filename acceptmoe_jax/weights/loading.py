@@ -160,14 +160,12 @@ def leaf_paths(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _listed(keys: Sequence[str]) -> str:
-    """"3 tensors (a, b, c)" for messages; long lists are cut."""
+    """ "3 tensors (a, b, c)" for messages; long lists are cut."""
     shown = ", ".join(keys[:_LISTED]) + (", ..." if len(keys) > _LISTED else "")
     return f"{len(keys)} tensor{'s' if len(keys) > 1 else ''} ({shown})"
 
 
-def _load(
-    checkpoint: Checkpoint, plan: TreePlan, progress: Callable[[int], None] | None
-) -> Any:
+def _load(checkpoint: Checkpoint, plan: TreePlan, progress: Callable[[int], None] | None) -> Any:
     leaves = []
     for leaf in plan.leaves:
         host = aligned_empty(leaf.shape, leaf.dtype)

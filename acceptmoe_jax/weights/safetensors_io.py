@@ -251,9 +251,7 @@ def _parse_entry(
         raise UserError(
             f"{path} is truncated: {name} ends at byte {data_begin + end} of {file_size}"
         )
-    return TensorEntry(
-        path, name, DTYPES[code], tuple(shape), data_begin + begin, data_begin + end
-    )
+    return TensorEntry(path, name, DTYPES[code], tuple(shape), data_begin + begin, data_begin + end)
 
 
 def _check_coverage(

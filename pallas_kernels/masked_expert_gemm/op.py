@@ -39,5 +39,13 @@ def masked_expert_gemm(
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is not one of {list(IMPLEMENTATIONS)}")
     return IMPLEMENTATIONS[implementation](
-        x_TD, gate_CFD, up_CFD, down_CDF, slot_of_E, expert_ids_Tk, weights_Tk, used_ids_E, used_count
+        x_TD,
+        gate_CFD,
+        up_CFD,
+        down_CDF,
+        slot_of_E,
+        expert_ids_Tk,
+        weights_Tk,
+        used_ids_E,
+        used_count,
     )
