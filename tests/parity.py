@@ -40,10 +40,6 @@ class Target:
     params: dict[str, Any]
     banks: tuple
 
-    @property
-    def moe_layers(self) -> list[int]:
-        return [i for i in range(self.config.num_layers) if i not in self.config.dense_layers]
-
 
 @dataclasses.dataclass(frozen=True)
 class Head:
@@ -205,7 +201,7 @@ def _run(target, tokens, row_positions, mask, caches=None, start=None, allowed=N
     arrays |= {f"hidden/{layer}": value for layer, value in enumerate(hidden)}
     arrays |= {
         f"router_logits/{layer}": np.asarray(value)
-        for layer, value in zip(target.moe_layers, out.moe, strict=True)
+        for layer, value in zip(target.config.moe_layers, out.moe, strict=True)
     }
     return arrays, out.caches
 

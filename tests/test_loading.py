@@ -14,11 +14,11 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from acceptmoe_jax.errors import UserError
-from acceptmoe_jax.models import qwen3_moe
 from acceptmoe_jax.models.config import Qwen3MoeConfig
-from acceptmoe_jax.models.experts import ExpertBank, bank_shapes, resident_bank
+from acceptmoe_jax.models.experts import ExpertBank
+from acceptmoe_jax.runtime import pretrained
 from acceptmoe_jax.weights.checkpoint import Checkpoint, resolve_directory
-from acceptmoe_jax.weights.key_maps import bank_names, qwen3_moe_key
+from acceptmoe_jax.weights.key_maps import qwen3_moe_key
 from acceptmoe_jax.weights.loading import load_tree, load_trees, plan_tree
 from acceptmoe_jax.weights.safetensors_io import SafetensorsFile, save_file, save_sharded
 from acceptmoe_jax.weights.saving import save_qwen3_moe
@@ -311,21 +311,11 @@ def test_host_memory_peaks_at_one_leaf(tmp_path, dtype, leaves_held):
 # --- Qwen3-MoE ---------------------------------------------------------------------------------
 
 
-def load_target(directory: pathlib.Path) -> tuple[Checkpoint, Qwen3MoeConfig, dict, list]:
+def load_target(directory: pathlib.Path) -> tuple[Checkpoint, Qwen3MoeConfig, dict, tuple]:
     checkpoint = Checkpoint.open(directory)
     config = Qwen3MoeConfig.from_hf(checkpoint.config, checkpoint.config_file)
-    layers = [layer for layer in range(config.num_layers) if layer not in config.dense_layers]
-    bank = {
-        name: jax.ShapeDtypeStruct(shape, jnp.float32)
-        for name, shape in bank_shapes(config).items()
-    }
-    plans = [plan_tree(qwen3_moe.abstract_params(config, jnp.float32), qwen3_moe_key)]
-    plans += [plan_tree(bank, bank_names(layer, config.num_experts)) for layer in layers]
-    params, *weights = load_trees(checkpoint, plans)
-    banks: list[ExpertBank | None] = [None] * config.num_layers
-    for layer, leaves in zip(layers, weights):
-        banks[layer] = resident_bank(leaves, config.num_experts)
-    return checkpoint, config, params, banks
+    loaded = pretrained.load_target(checkpoint, config, jnp.float32)
+    return checkpoint, config, loaded.target, loaded.banks
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe_norm", "qwen3_moe_nonorm"])

@@ -85,7 +85,7 @@ def test_a_verification_block_equals_transformers(target, case, name, restricted
 @every_checkpoint
 def test_the_recorded_set_of_every_layer_changes_the_routing(target, case, name):
     theirs = case(block_name(name))
-    for layer in target(name).moe_layers:
+    for layer in target(name).config.moe_layers:
         picks = np.argsort(-theirs[f"restricted/router_logits/{layer}"], axis=-1)
         natural = picks[:, : target(name).config.top_k]
         assert not theirs["allowed"][layer][natural].all()

@@ -177,6 +177,11 @@ class Qwen3MoeConfig:
             "use_sliding_window": False,
         }
 
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The layers with experts, ascending."""
+        return tuple(i for i in range(self.num_layers) if i not in self.dense_layers)
+
     def default_aux_layers(self) -> tuple[int, int, int]:
         """Layers whose outputs EAGLE-3 reads unless the head says otherwise (SGLang's default)."""
         return (1, self.num_layers // 2 - 1, self.num_layers - 4)

@@ -231,7 +231,7 @@ class Engine:
     def _generate_one(self, ids, selector, rules, audit, on_tokens) -> Generation:
         setup = self.model.setup
         statistics = DecodeStatistics(
-            num_layers=setup.target.num_layers - len(setup.target.dense_layers),
+            num_layers=len(setup.target.moe_layers),
             max_depth=setup.tree.steps,
         )
         state = self._prefill(ids, rules.max_new_tokens, statistics)

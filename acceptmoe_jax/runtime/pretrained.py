@@ -93,18 +93,17 @@ def load_target(
     Raises:
       UserError: naming file and keys, if the tensors are not exactly those of the config.
     """
-    moe_layers = [i for i in range(config.num_layers) if i not in config.dense_layers]
     bank = abstract_bank(config, dtype)
     matrices = {"gate": bank.gate, "up": bank.up, "down": bank.down}
     plans = [
         plan_tree(qwen3_moe.abstract_params(config, dtype), qwen3_moe_key, dtype=dtype),
         *(
             plan_tree(matrices, bank_names(layer, config.num_experts), dtype=dtype)
-            for layer in moe_layers
+            for layer in config.moe_layers
         ),
     ]
     params, *loaded = load_trees(checkpoint, plans, progress=progress)
-    banks = dict(zip(moe_layers, loaded))
+    banks = dict(zip(config.moe_layers, loaded))
     return Weights(
         target=params,
         banks=tuple(

@@ -258,12 +258,11 @@ def _cache_rows(state: DecodeState) -> int:
 
 def _moe(setup, selector, depth, valid, phat, eligible_override):
     """The `MoeFunction` of serving: select, run the experts, count. Overrides go by MoE layer."""
-    moe_layers = [i for i in range(setup.target.num_layers) if i not in setup.target.dense_layers]
 
     def moe(layer, x, logits, bank):
         override = None
         if eligible_override is not None:
-            override = eligible_override[moe_layers.index(layer)]
+            override = eligible_override[setup.target.moe_layers.index(layer)]
         chosen = select(logits, depth, valid, phat, config=selector, eligible_override=override)
         y = masked_expert_gemm(
             x,

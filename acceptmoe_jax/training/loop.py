@@ -97,6 +97,25 @@ def restore(run: Run, like: TrainState) -> tuple[int, TrainState]:
             ) from None
 
 
+@functools.partial(jax.jit, static_argnames=("optimizer", "loss_fn"), donate_argnames="state")
+def update(
+    state: TrainState,
+    batch: Any,
+    optimizer: optax.GradientTransformation,
+    loss_fn: LossFunction,
+) -> tuple[TrainState, Any]:
+    """One step; returns the new state and the metrics of the parameters before it."""
+    grads, metrics = jax.grad(loss_fn, has_aux=True)(state.params, batch)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    return TrainState(optax.apply_updates(state.params, updates), opt_state), metrics
+
+
+@functools.partial(jax.jit, static_argnames="loss_fn")
+def evaluate(params: Any, batch: Any, loss_fn: LossFunction) -> Any:
+    """The metrics of a batch."""
+    return loss_fn(params, batch)[1]
+
+
 def train(
     run: Run,
     state: TrainState,
@@ -122,12 +141,6 @@ def train(
     write_atomically(run.metrics_file, "".join(json.dumps(record) + "\n" for record in records))
     began = time.monotonic() - (records[-1]["seconds"] if records else 0.0)
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def update(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-        grads, metrics = jax.grad(loss_fn, has_aux=True)(state.params, batch)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        return TrainState(optax.apply_updates(state.params, updates), opt_state), metrics
-
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     )
@@ -136,7 +149,7 @@ def train(
         saved = logged = time.monotonic()
         logged_step = done
         for step in range(done, config.steps):
-            state, metrics = update(state, batch_at(step))
+            state, metrics = update(state, batch_at(step), optimizer, loss_fn)
             progress.update(bar, completed=step + 1)
             last = step + 1 == config.steps
             if last or (step + 1) % config.log_every == 0:
@@ -168,10 +181,8 @@ def to_host(metrics: Any) -> dict[str, Any]:
 
 def mean_metrics(loss_fn: LossFunction, batches: list[Any]) -> Callable[[Any], dict[str, Any]]:
     """A `held_out` function: the means of `loss_fn`'s metrics over fixed batches."""
-    evaluate = jax.jit(lambda params, batch: loss_fn(params, batch)[1])
-
     def held_out(params: Any) -> dict[str, Any]:
-        per_batch = [evaluate(params, batch) for batch in batches]
+        per_batch = [evaluate(params, batch, loss_fn) for batch in batches]
         return to_host(jax.tree.map(lambda *leaves: jnp.stack(leaves).mean(axis=0), *per_batch))
 
     return held_out
