@@ -11,7 +11,7 @@ import jax
 import rich.console
 import rich.progress
 import rich.table
-from absl import app
+from absl import app, logging
 
 from acceptmoe_jax.errors import UserError
 
@@ -22,6 +22,7 @@ def run_program(main: Callable[[], None]) -> None:
     """Parses flags and runs `main`; a user's mistake is one line on stderr and exit status 1."""
 
     def guarded(argv: Sequence[str]) -> None:
+        logging.set_verbosity(logging.WARNING)  # jax tells of every backend that is not there
         try:
             if len(argv) > 1:
                 raise UserError(f"unexpected argument {argv[1]!r}; flags begin with --")
@@ -31,12 +32,6 @@ def run_program(main: Callable[[], None]) -> None:
             sys.exit(1)
 
     app.run(guarded)
-
-
-def console() -> rich.console.Console:
-    """The console for tables; wide enough for them where the output is no terminal."""
-    wide = None if sys.stdout.isatty() else 140
-    return rich.console.Console(width=wide, highlight=False)
 
 
 def progress(*columns: str) -> rich.progress.Progress:
@@ -64,31 +59,33 @@ def device_description() -> str:
     return f"cpu: {platform.machine()}, {_cpu_count()} cores"
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide the numbers."""
-    packages = {name: importlib.metadata.version(name) for name in _VERSIONED}
+def versions(*more: str) -> dict[str, str]:
+    """Versions of Python and of the packages that decide the numbers, `more` among them."""
+    packages = {name: importlib.metadata.version(name) for name in (*_VERSIONED, *more)}
     return {"python": platform.python_version()} | packages
 
 
-def table(
-    title: str, rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str]
-) -> rich.table.Table:
-    """A table of the keys in `formats`, each shown by its format; None shows as a dash.
+def print_table(title: str, rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str]) -> None:
+    """Prints a table of the keys in `formats`, each in its format; None shows as a dash.
 
     Args:
       title: says what the numbers are and what they were measured on.
       rows: one mapping a row.
       formats: key -> format specification such as ".1f" ("" for text).
     """
-    shown = rich.table.Table(title=title, title_justify="left", title_style="bold")
+    # Where the output is no terminal, wide enough for every table here.
+    width = None if sys.stdout.isatty() else 140
+    console = rich.console.Console(width=width, highlight=False)
+    table = rich.table.Table()
     for key, spec in formats.items():
-        shown.add_column(key.replace("_", " "), justify="right" if spec else "left")
+        table.add_column(key.replace("_", " "), justify="right" if spec else "left")
     for row in rows:
         cells = (
             "-" if row[key] is None else format(row[key], spec) for key, spec in formats.items()
         )
-        shown.add_row(*cells)
-    return shown
+        table.add_row(*cells)
+    console.print(f"\n[bold]{title}[/bold]")
+    console.print(table)
 
 
 def _cpu_count() -> int:

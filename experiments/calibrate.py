@@ -73,7 +73,7 @@ def main() -> None:
         f"mean accepted length {table.mean_accepted_length:.3f} (before cuts)"
     )
     formats = {"depth": "d", "reach": "d", "nodes": "d", "phat": ".4f"}
-    reporting.console().print(reporting.table(title, rows, formats))
+    reporting.print_table(title, rows, formats)
     print(f"Written: {output}")
 
 

@@ -119,12 +119,11 @@ def _show_measured(generations, summaries) -> None:
         f"Measured on {reporting.device_description()}, {engine_flags.DTYPE.value}, "
         f"{summary['prompts']} prompts; set sizes are means a layer and verification"
     )
-    reporting.console().print(reporting.table(title, rows, _MEASURED))
+    reporting.print_table(title, rows, _MEASURED)
 
 
 def _show_modelled(engine, summaries) -> None:
     """What the same shares of experts mean at full size, by the cost model."""
-    console = reporting.console()
     experts = engine.model.setup.target.num_experts
     sets = [
         cost_model.MeasuredSets(
@@ -154,9 +153,9 @@ def _show_modelled(engine, summaries) -> None:
             }
             for row in modelled
         ]
-        console.print(reporting.table(title, rows, _MODELLED))
-    console.print(
-        "The modelled times are floors of the weights' bytes over the memory bandwidth. They are "
+        reporting.print_table(title, rows, _MODELLED)
+    print(
+        "\nThe modelled times are floors of the weights' bytes over the memory bandwidth. They are "
         "where the method saves: on a CPU a small model is bound by arithmetic and overhead, not "
         "by weights, so the measured tokens a second above say little about it. The method is "
         "lossy: agreement and KL compare each accepted row with native routing.",

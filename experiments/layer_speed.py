@@ -68,7 +68,7 @@ def main() -> None:
         f"{_ROWS.value} rows, medians of {_ROUNDS.value}"
     )
     formats = {"used": "d", "milliseconds": ".1f", "implementation": ""}
-    reporting.console().print(reporting.table(title, rows, formats))
+    reporting.print_table(title, rows, formats)
 
 
 def _set_sizes() -> list[int]:

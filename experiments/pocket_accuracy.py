@@ -61,7 +61,7 @@ def main() -> None:
     formats = {"method": ""} | dict.fromkeys((*families.FAMILIES, "mean"), ".1%")
     formats |= {"accepted_length": ".2f", "eligible": ".1f", "used": ".1f"}
     formats |= {"natural_union": ".1f", "agreement_with_native": ".2%"}
-    reporting.console().print(reporting.table(title, rows, formats))
+    reporting.print_table(title, rows, formats)
 
 
 if __name__ == "__main__":

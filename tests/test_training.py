@@ -29,6 +29,7 @@ HEAD = dataclasses.replace(tiny_models.HEAD, aux_layer_ids=(0, 1, 2))
 ROWS, LENGTH = 3, 20
 UNROLL = 4
 
+init_target = jax.jit(target.init_target, static_argnums=1)
 target_loss = jax.jit(target.target_loss, static_argnums=(2, 3))
 head_loss = jax.jit(head.head_loss, static_argnums=(2, 3))
 unroll = jax.jit(head.unroll, static_argnums=(2, 3))
@@ -48,24 +49,20 @@ def random_batch(seed: int = 0, rows: int = ROWS) -> batches.Batch:
 
 
 @functools.cache
-def target_weights(seed: int = 0) -> Weights:
-    return tiny_models.weights(seed, num_layers=CONFIG.num_layers)
+def target_weights() -> Weights:
+    return tiny_models.weights(num_layers=CONFIG.num_layers)
 
 
-def target_params(seed: int = 0) -> target.TargetParams:
-    weights = target_weights(seed)
+def target_params() -> target.TargetParams:
+    weights = target_weights()
     return target.from_banks(weights.target, weights.banks)
-
-
-def head_params(seed: int) -> dict:
-    return eagle3.init_params(jax.random.key(seed), HEAD)
 
 
 @functools.cache
 def lesson_and_head() -> tuple[head.Lesson, dict]:
-    weights = target_weights(1)
+    weights = target_weights()
     teach = functools.partial(head.teach, config=CONFIG, aux_layer_ids=HEAD.aux_layer_ids)
-    lesson = jax.jit(teach)(target_params(1), random_batch(), weights.target_ids)
+    lesson = jax.jit(teach)(target_params(), random_batch(), weights.target_ids)
     return lesson, weights.head
 
 
@@ -172,9 +169,11 @@ def test_the_router_learns_from_the_weights_of_its_experts():
 
 
 def test_muon_takes_projections_and_experts_and_adam_the_rest():
-    whole = target_params()
-    layers = tuple(layer for layer in whole["experts"] if layer is not None)
-    labels = muon_dimensions({"dense": whole["dense"], "experts": layers, "head": head_params(0)})
+    params = {
+        "target": jax.eval_shape(lambda: target.init_target(jax.random.key(0), SMALL)),
+        "head": eagle3.abstract_params(HEAD, jnp.float32),
+    }
+    labels = muon_dimensions(params)
     flat = jax.tree_util.tree_leaves_with_path(labels, is_leaf=lambda leaf: leaf is None)
     muon = {jax.tree_util.keystr(path) for path, label in flat if label is not None}
     adam = {jax.tree_util.keystr(path) for path, label in flat if label is None}
@@ -340,9 +339,9 @@ def test_the_most_frequent_tokens_are_drafted():
 
 
 def test_a_head_starts_with_the_targets_output_rows():
-    ids = target_weights(1).target_ids
-    params = head.init_head(jax.random.key(0), HEAD, target_params(1), ids)
-    expected = target_params(1)["dense"]["lm_head"]["weight"][ids]
+    ids = target_weights().target_ids
+    params = head.init_head(jax.random.key(0), HEAD, target_params(), ids)
+    expected = target_params()["dense"]["lm_head"]["weight"][ids]
     np.testing.assert_array_equal(params["lm_head"]["weight"], expected)
 
 
@@ -357,7 +356,7 @@ LOSS = functools.partial(target.target_loss, config=SMALL, balance_coefficient=0
 def start_training(run, *, batch_at=random_batch, steps=8, save_seconds=0.0):
     return loop.train(
         run,
-        loop.initial_state(target.init_target(jax.random.key(0), SMALL), OPTIMIZER),
+        loop.initial_state(init_target(jax.random.key(0), SMALL), OPTIMIZER),
         OPTIMIZER,
         LOSS,
         batch_at=batch_at,
@@ -419,10 +418,12 @@ def test_a_finished_run_trains_no_further(runs):
         np.testing.assert_array_equal(one, other)
 
 
-def test_a_work_dir_of_another_model_is_refused(runs):
-    other = target.init_target(jax.random.key(0), dataclasses.replace(SMALL, hidden_size=26))
-    with pytest.raises(UserError, match="another run"):
-        loop.restore(runs[0], loop.initial_state(other, OPTIMIZER))
+def test_a_work_dir_of_other_settings_is_refused(tmp_path):
+    run = loop.Run(tmp_path)
+    run.claim({"seed": 0, "steps": 8})
+    run.claim({"seed": 0, "steps": 8})
+    with pytest.raises(UserError, match=r"run.json.*\(steps\)"):
+        run.claim({"seed": 0, "steps": 9})
 
 
 def test_training_learns_what_repeats(tmp_path):

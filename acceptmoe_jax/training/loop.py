@@ -3,8 +3,8 @@
 What a step does is a function of (parameters, optimiser state, step), and which rows it sees is a
 function of (seed, step), so a resumed run ends with the parameters of an uninterrupted one.
 
-A work directory holds `checkpoints/` (Orbax: parameters, optimiser state), `metrics.jsonl` (a line
-every few steps) and nothing else.
+A work directory holds `run.json` (the settings; others are refused), `checkpoints/` (Orbax:
+parameters, optimiser state) and `metrics.jsonl` (a line every few steps).
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from acceptmoe_jax.errors import UserError
-from acceptmoe_jax.files import write_atomically
+from acceptmoe_jax.files import read_json, write_atomically, write_json
 
 # (parameters, batch of any kind) -> (loss to minimise, metrics: a dataclass of small arrays)
 LossFunction = Callable[[Any, Any], tuple[jax.Array, Any]]
@@ -55,6 +55,26 @@ class Run:
 
     work_dir: pathlib.Path
 
+    def claim(self, settings: dict[str, Any]) -> None:
+        """Makes the directory a run of these settings, or checks that it is one.
+
+        Raises:
+          UserError: naming the settings that differ from those of the run that is in it.
+        """
+        file = self.work_dir / "run.json"
+        if not file.exists():
+            write_json(file, settings)
+        found = read_json(file)
+        wanted = json.loads(json.dumps(settings))
+        differing = sorted(
+            key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key)
+        )
+        if differing:
+            raise UserError(
+                f"{file}: work_dir holds a run with other settings ({', '.join(differing)}); "
+                "use another work_dir or remove it"
+            )
+
     def manager(self) -> ocp.CheckpointManager:
         """Opens the checkpoints; a save returns when it is on disk."""
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
@@ -79,22 +99,12 @@ def initial_state(params: Any, optimizer: optax.GradientTransformation) -> Train
 
 
 def restore(run: Run, like: TrainState) -> tuple[int, TrainState]:
-    """The last save as (steps done, state); (0, `like`) where there is none.
-
-    Raises:
-      UserError: if the saved state is of another shape, such as one of another model.
-    """
+    """The last save as (steps done, state); (0, `like`) where there is none."""
     with run.manager() as manager:
         step = manager.latest_step()
         if step is None:
             return 0, like
-        try:
-            return step, manager.restore(step, args=ocp.args.StandardRestore(like))
-        except ValueError as error:
-            raise UserError(
-                f"{run.work_dir}: its checkpoint belongs to another run ({error}); use another "
-                "work_dir or remove it"
-            ) from None
+        return step, manager.restore(step, args=ocp.args.StandardRestore(like))
 
 
 @functools.partial(jax.jit, static_argnames=("optimizer", "loss_fn"), donate_argnames="state")
@@ -181,6 +191,7 @@ def to_host(metrics: Any) -> dict[str, Any]:
 
 def mean_metrics(loss_fn: LossFunction, batches: list[Any]) -> Callable[[Any], dict[str, Any]]:
     """A `held_out` function: the means of `loss_fn`'s metrics over fixed batches."""
+
     def held_out(params: Any) -> dict[str, Any]:
         per_batch = [evaluate(params, batch, loss_fn) for batch in batches]
         return to_host(jax.tree.map(lambda *leaves: jnp.stack(leaves).mean(axis=0), *per_batch))

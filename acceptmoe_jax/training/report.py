@@ -1,14 +1,13 @@
 """What a training run leaves beside its weights: `training.json` and `loss.png`."""
 
-import importlib.metadata
 import io
 import os
 import pathlib
-import platform
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from acceptmoe_jax import reporting
 from acceptmoe_jax.files import write_atomically, write_json
 
 
@@ -26,7 +25,7 @@ def write_report(
     final: dict[str, Any] = {}
     for record in records:
         final |= record
-    report = facts | {"final": final, "versions": _versions()}
+    report = facts | {"final": final, "versions": reporting.versions("optax", "orbax-checkpoint")}
     write_json(directory / "training.json", report)
     write_atomically(directory / "loss.png", loss_curve(records))
 
@@ -45,10 +44,3 @@ def loss_curve(records: list[dict[str, Any]]) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=100)
     return buffer.getvalue()
-
-
-def _versions() -> dict[str, str]:
-    packages = ("jax", "flax", "optax", "orbax-checkpoint", "tokenizers")
-    return {"python": platform.python_version()} | {
-        name: importlib.metadata.version(name) for name in packages
-    }
