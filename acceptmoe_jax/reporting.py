@@ -48,6 +48,7 @@ def progress(*columns: str) -> rich.progress.Progress:
         *(rich.progress.TextColumn(column) for column in columns),
         console=rich.console.Console(stderr=True),
         transient=True,
+        disable=not sys.stderr.isatty(),
     )
 
 
@@ -80,10 +81,8 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]], formats: Mapping[
     for key, spec in formats.items():
         table.add_column(key.replace("_", " "), justify="right" if spec else "left")
     for row in rows:
-        cells = (
-            "-" if row[key] is None else format(row[key], spec) for key, spec in formats.items()
-        )
-        table.add_row(*cells)
+        values = ((row[key], spec) for key, spec in formats.items())
+        table.add_row(*("-" if value is None else format(value, spec) for value, spec in values))
     console.print(f"\n[bold]{title}[/bold]")
     console.print(table)
 
