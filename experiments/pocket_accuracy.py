@@ -9,7 +9,7 @@ This is what the method costs in quality: greedy accuracy under Standard SD (`na
 of the policies which restrict the verifier's experts. Code counts as right only where it is the
 reference's syntax tree; nothing a model wrote is executed, so these are lower bounds.
 
-Writes `summary.json`. On two CPU cores it takes about five minutes.
+Writes `summary.json`. On two CPU cores it takes about ten minutes.
 """
 
 import pathlib

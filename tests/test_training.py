@@ -14,7 +14,6 @@ from acceptmoe_jax.errors import UserError
 from acceptmoe_jax.models import eagle3
 from acceptmoe_jax.models.attention import causal_mask, empty_cache
 from acceptmoe_jax.models.experts import init_bank
-from acceptmoe_jax.runtime.programs import Weights
 from acceptmoe_jax.training import batches, dispatch, head, loop, report, target
 from acceptmoe_jax.training.optimizer import (
     OptimizerConfig,
@@ -28,8 +27,11 @@ CONFIG = dataclasses.replace(tiny_models.TARGET, num_layers=3)
 HEAD = dataclasses.replace(tiny_models.HEAD, aux_layer_ids=(0, 1, 2))
 ROWS, LENGTH = 3, 20
 UNROLL = 4
+# Target ids of the draft vocabulary.
+TARGET_IDS = np.sort(
+    np.random.default_rng(0).permutation(CONFIG.vocab_size)[: HEAD.draft_vocab_size]
+)
 
-init_target = jax.jit(target.init_target, static_argnums=1)
 target_loss = jax.jit(target.target_loss, static_argnums=(2, 3))
 head_loss = jax.jit(head.head_loss, static_argnums=(2, 3))
 unroll = jax.jit(head.unroll, static_argnums=(2, 3))
@@ -48,22 +50,32 @@ def random_batch(seed: int = 0, rows: int = ROWS) -> batches.Batch:
     return batches.Batch(tokens, segments, positions, weights.astype(np.float32))
 
 
+def random_params(abstract, scale: float):
+    """Random leaves for `jax.ShapeDtypeStruct`s; norms near 1. NumPy's: nothing to compile."""
+    rng = np.random.default_rng(4)
+
+    def leaf(like):
+        drawn = rng.standard_normal(like.shape, np.float32)
+        return jnp.asarray(scale * drawn if like.ndim > 1 else 1 + 0.1 * drawn)
+
+    return jax.tree.map(leaf, abstract)
+
+
+def abstract_target(config) -> target.TargetParams:
+    return jax.eval_shape(lambda: target.init_target(jax.random.key(0), config))
+
+
 @functools.cache
-def target_weights() -> Weights:
-    return tiny_models.weights(num_layers=CONFIG.num_layers)
-
-
 def target_params() -> target.TargetParams:
-    weights = target_weights()
-    return target.from_banks(weights.target, weights.banks)
+    """Large enough that every part matters."""
+    return random_params(abstract_target(CONFIG), 0.2)
 
 
 @functools.cache
 def lesson_and_head() -> tuple[head.Lesson, dict]:
-    weights = target_weights()
+    params = random_params(eagle3.abstract_params(HEAD, jnp.float32), 0.2)
     teach = functools.partial(head.teach, config=CONFIG, aux_layer_ids=HEAD.aux_layer_ids)
-    lesson = jax.jit(teach)(target_params(), random_batch(), weights.target_ids)
-    return lesson, weights.head
+    return jax.jit(teach)(target_params(), random_batch(), TARGET_IDS), params
 
 
 # The mixture of experts
@@ -170,7 +182,7 @@ def test_the_router_learns_from_the_weights_of_its_experts():
 
 def test_muon_takes_projections_and_experts_and_adam_the_rest():
     params = {
-        "target": jax.eval_shape(lambda: target.init_target(jax.random.key(0), SMALL)),
+        "target": abstract_target(SMALL),
         "head": eagle3.abstract_params(HEAD, jnp.float32),
     }
     labels = muon_dimensions(params)
@@ -339,9 +351,8 @@ def test_the_most_frequent_tokens_are_drafted():
 
 
 def test_a_head_starts_with_the_targets_output_rows():
-    ids = target_weights().target_ids
-    params = head.init_head(jax.random.key(0), HEAD, target_params(), ids)
-    expected = target_params()["dense"]["lm_head"]["weight"][ids]
+    params = head.init_head(jax.random.key(0), HEAD, target_params(), TARGET_IDS)
+    expected = target_params()["dense"]["lm_head"]["weight"][TARGET_IDS]
     np.testing.assert_array_equal(params["lm_head"]["weight"], expected)
 
 
@@ -356,7 +367,7 @@ LOSS = functools.partial(target.target_loss, config=SMALL, balance_coefficient=0
 def start_training(run, *, batch_at=random_batch, steps=8, save_seconds=0.0):
     return loop.train(
         run,
-        loop.initial_state(init_target(jax.random.key(0), SMALL), OPTIMIZER),
+        loop.initial_state(random_params(abstract_target(SMALL), 0.02), OPTIMIZER),
         OPTIMIZER,
         LOSS,
         batch_at=batch_at,
