@@ -5,8 +5,9 @@
 One block of 64 rows of a Qwen3-30B-A3B layer (128 experts of 2048 x 768, top-8) is run over 8 to
 128 used experts, on the device at hand. `blocks` runs the used experts only, and is the fastest we
 have on a CPU for natural sets too, so that its own time at 120 experts is what a small set is
-measured against; `dense` runs every expert on every row, whatever the set. Medians over rounds that visit all set sizes in turn, so that a noisy machine disturbs all
-alike. On two CPU cores it takes about a minute and 4 GB.
+measured against; `dense` runs every expert on every row, whatever the set. Medians over rounds
+that visit all set sizes in turn, so that a noisy machine disturbs all alike. On two CPU cores it
+takes about a minute and 4 GB.
 """
 
 import pathlib
