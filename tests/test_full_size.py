@@ -58,8 +58,7 @@ HEAD = Eagle3Config.from_hf(
 )
 
 
-def _abstract_weights() -> programs.Weights:
-    dtype = jnp.bfloat16
+def _abstract_weights(dtype: jnp.dtype = jnp.bfloat16) -> programs.Weights:
     return programs.Weights(
         target=qwen3_moe.abstract_params(TARGET, dtype),
         banks=(abstract_bank(TARGET, dtype),) * TARGET.num_layers,
@@ -107,15 +106,17 @@ def test_the_default_layers_that_a_head_reads_are_sglangs():
 
 @pytest.mark.slow
 def test_the_full_round_compiles_and_copies_neither_weights_nor_caches():
+    # In float32: for the CPU, XLA turns bfloat16 weights into float32 copies, ahead of the loops.
+    dtype = jnp.float32
     setup = programs.Setup(TARGET, HEAD, TARGET.default_aux_layers(), False, TreeConfig())
-    state = jax.eval_shape(lambda: programs.empty_state(setup, 4096, jnp.bfloat16))
+    state = jax.eval_shape(lambda: programs.empty_state(setup, 4096, dtype))
     run = functools.partial(
         programs.speculative_round, setup, selector=SelectorConfig(policy="acceptmoe")
     )
     phat = jax.ShapeDtypeStruct((6,), jnp.float32)
-    compiled = jax.jit(run, donate_argnums=1).lower(_abstract_weights(), state, phat).compile()
+    compiled = jax.jit(run, donate_argnums=1).lower(_abstract_weights(dtype), state, phat).compile()
     memory = compiled.memory_analysis()
     caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     assert memory.alias_size_in_bytes >= 0.99 * caches, "a donated cache is copied"
-    one_layer = 128 * 3 * 2048 * 768 * 2
-    assert memory.temp_size_in_bytes < 2 * one_layer, "weights are copied"
+    one_layer = 128 * 3 * 2048 * 768 * 4
+    assert memory.temp_size_in_bytes < one_layer, "weights are copied"

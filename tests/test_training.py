@@ -337,12 +337,20 @@ def test_places_whose_greedy_token_the_draft_lacks_do_not_train_the_head():
     np.testing.assert_allclose(loss, head_loss(params, changed, HEAD, 2)[0], rtol=1e-6)
 
 
-def test_later_steps_weigh_less():
+def test_the_second_step_weighs_eight_tenths_of_the_first():
     lesson, params = lesson_and_head()
-    one, two, three = (head_loss(params, lesson, HEAD, steps)[0] for steps in (1, 2, 3))
-    last = head_loss(params, lesson.replace(probs=lesson.probs * 0), HEAD, 3)[0]
-    assert last == 0
-    assert one < two < three < one * (1 + head.STEP_DECAY + head.STEP_DECAY**2) * 1.5
+    hidden = unroll(params, lesson, HEAD, UNROLL)[1]
+    logp = jax.nn.log_softmax(head_apply({"params": params}, hidden, method="logits"))
+    total = weight = 0.0
+    for row in range(ROWS):
+        for start, end in ((0, 9), (9, 17)):
+            for place in range(start, end - 3):  # it reads token + 2 and predicts token + 3
+                if lesson.best[row, place + 2] >= 0:
+                    share = lesson.loss_weights[row, place + 3]
+                    total -= share * np.dot(lesson.probs[row, place + 2], logp[row, place])
+                    weight += share
+    loss, metrics = head_loss(params, lesson, HEAD, 2)
+    np.testing.assert_allclose(loss, metrics.loss + 0.8 * total / weight, rtol=1e-5)
 
 
 def test_the_most_frequent_tokens_are_drafted():
@@ -351,7 +359,8 @@ def test_the_most_frequent_tokens_are_drafted():
 
 
 def test_a_head_starts_with_the_targets_output_rows():
-    params = head.init_head(jax.random.key(0), HEAD, target_params(), TARGET_IDS)
+    init = jax.jit(head.init_head, static_argnums=1)
+    params = init(jax.random.key(0), HEAD, target_params(), TARGET_IDS)
     expected = target_params()["dense"]["lm_head"]["weight"][TARGET_IDS]
     np.testing.assert_array_equal(params["lm_head"]["weight"], expected)
 
@@ -364,7 +373,7 @@ OPTIMIZER = make_optimizer(OptimizerConfig(warmup_steps=2), 60)
 LOSS = functools.partial(target.target_loss, config=SMALL, balance_coefficient=0.001)
 
 
-def start_training(run, *, batch_at=random_batch, steps=8, save_seconds=0.0):
+def start_training(run, *, batch_at=random_batch, steps=6, save_seconds=0.0):
     return loop.train(
         run,
         loop.initial_state(random_params(abstract_target(SMALL), 0.02), OPTIMIZER),
@@ -384,20 +393,20 @@ class Killed(Exception):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """(whole run, its state, run that was killed in step 5 and started again, its state)."""
+    """(whole run, its state, run that was killed in step 3 and started again, its state)."""
     whole = loop.Run(tmp_path_factory.mktemp("whole"))
     state = start_training(whole)
     parted = loop.Run(tmp_path_factory.mktemp("parted"))
 
     def dies(step):
-        if step == 5:
+        if step == 3:
             raise Killed
         return random_batch(step)
 
     with pytest.raises(Killed):
         start_training(parted, batch_at=dies)
     with parted.metrics_file.open("a") as file:
-        file.write('{"step": 5, "lo')
+        file.write('{"step": 4, "lo')
     return whole, state, parted, start_training(parted)
 
 
@@ -413,8 +422,8 @@ def test_a_killed_run_ends_with_the_metrics_of_an_uninterrupted_one(runs):
         [{k: v for k, v in record.items() if k not in timed} for record in run.metrics()]
         for run in (runs[0], runs[2])
     )
-    assert [record["step"] for record in whole] == [2, 4, 6, 8]
-    assert [record["step"] for record in whole if "held_out_loss" in record] == [4, 8]
+    assert [record["step"] for record in whole] == [2, 4, 6]
+    assert [record["step"] for record in whole if "held_out_loss" in record] == [4, 6]
     assert whole == resumed
 
 
@@ -446,7 +455,7 @@ def test_training_learns_what_repeats(tmp_path):
 
 def test_the_head_learns_to_agree_with_the_target():
     lesson, params = lesson_and_head()
-    optimizer = optax.adam(3e-3)
+    optimizer = optax.adam(1e-2)
     loss_fn = functools.partial(head.head_loss, config=HEAD, steps=3)
 
     @jax.jit
@@ -460,7 +469,7 @@ def test_the_head_learns_to_agree_with_the_target():
     for _ in range(60):
         params, state, metrics = update(params, state)
         history.append(metrics)
-    assert (history[-1].top1 > history[0].top1 + 0.3).all()
+    assert (history[-1].top1 > history[0].top1 + 0.2).all()
     assert (history[-1].top10 >= history[-1].top1).all()
     assert history[-1].chain > history[0].chain
 
