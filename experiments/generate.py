@@ -8,13 +8,15 @@
 `native` is Standard SD: the draft tree is verified with the model's own routing. The other
 policies restrict the verifier's experts and are lossy, so quality stands beside every speed.
 
-Writes `summary.json` and `generations.jsonl`. A prompts file holds a JSON object a line, with
-`prompt` (text) or `messages` (a chat), and an optional `prompt_id`.
+Prints a few answers and the tables, and writes `summary.json` and `generations.jsonl`. A prompts
+file holds a JSON object a line, with `prompt` (text) or `messages` (a chat), and an optional
+`prompt_id`.
 """
 
 import json
 import pathlib
 import sys
+import textwrap
 
 from absl import flags
 
@@ -33,6 +35,8 @@ _PROMPT = flags.DEFINE_string("prompt", None, "A prompt.")
 _PROMPTS = flags.DEFINE_string("prompts", None, "A JSONL file of prompts.")
 _STOP = flags.DEFINE_multi_string("stop", [], "A text that ends an answer; may be repeated.")
 _OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Where the files go.", required=True)
+
+_SHOWN = 4  # prompts whose answers are printed
 
 _MEASURED = {
     "method": "",
@@ -63,6 +67,7 @@ def main() -> None:
         engine, names, list(prompts.values()), stop_strings=_STOP.value
     )
     _write(prompts, generations, summaries)
+    _show_answers(prompts, generations)
     _show_measured(generations, summaries)
     if summaries.get("native", {}).get("verifications"):
         _show_modelled(engine, summaries)
@@ -104,6 +109,21 @@ def _write(prompts, generations, summaries) -> None:
         "versions": reporting.versions(),
     }
     write_json(output / "summary.json", summary)
+
+
+def _show_answers(prompts, generations) -> None:
+    """Prints the answers to a few of the prompts, methods with the same answer together."""
+    stride = -(-len(prompts) // _SHOWN)
+    for index, (name, prompt) in enumerate(prompts.items()):
+        if index % stride:
+            continue
+        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        print(f"\n{name}\n{textwrap.indent(text, '  > ')}")
+        answers = {}
+        for method, answered in generations.items():
+            answers.setdefault(answered[index].text, []).append(method)
+        for answer, agreeing in answers.items():
+            print(f"  {', '.join(agreeing)}:\n{textwrap.indent(answer, '    ')}")
 
 
 def _show_measured(generations, summaries) -> None:
