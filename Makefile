@@ -64,13 +64,15 @@ check-second:  ## the tests of make test on a second interpreter
 
 # Goes on where it was when it is interrupted; make clean starts it over.
 train-pocket: train = --work_dir=runs/$(1) $(if $(GSM8K_TRAIN),--gsm8k_train=$(GSM8K_TRAIN))
+# Huge pages: on Linux the experts of a training step run faster with them.
+train-pocket: export GLIBC_TUNABLES = glibc.malloc.hugetlb=1
 train-pocket:  ## train the pocket checkpoints again, in place (about 75 minutes)
 	$(call environment,.venv,$(PYTHON),requirements.txt)
 	.venv/bin/python -m experiments.train_target --output_dir=$(TARGET) $(call train,train-target)
 	.venv/bin/python -m experiments.train_head --target=$(TARGET) --output_dir=$(HEAD) \
 		$(call train,train-head)
 	.venv/bin/python -m experiments.calibrate --target=$(TARGET) --draft=$(HEAD) \
-		--pocket_prompts=400
+		--pocket_prompts=400 --dtype=float32
 
 clean:  ## remove the environments and what was run
 	rm -rf .venv .venv-* runs .pytest_cache .ruff_cache

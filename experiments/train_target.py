@@ -5,7 +5,7 @@
 
 10.6 M parameters, 1.4 M of them active, in float32; the checkpoint is bfloat16. On two CPU cores,
 busy with other work besides, the shipped run took 56 minutes, with huge pages
-(GLIBC_TUNABLES=glibc.malloc.hugetlb=1 on Linux; much slower without). Killed at any moment, it goes
+(GLIBC_TUNABLES=glibc.malloc.hugetlb=1 on Linux; slower without). Killed at any moment, it goes
 on from its last save when started again with the same flags. `--export_only` writes the last save,
 however far it got, as a checkpoint.
 """

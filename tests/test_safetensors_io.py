@@ -192,3 +192,10 @@ def test_a_save_removes_the_weight_files_of_the_one_before(tmp_path):
     ]
     save_sharded(tmp_path, tensors)
     assert weight_files() == ["model.safetensors"]
+
+
+def test_a_written_file_can_be_read_by_whom_the_umask_allows(tmp_path):
+    plain, written = tmp_path / "plain", tmp_path / "written.safetensors"
+    plain.touch()
+    save_file(written, {"a": np.zeros(3, np.float32)})
+    assert written.stat().st_mode == plain.stat().st_mode

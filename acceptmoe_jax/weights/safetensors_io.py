@@ -157,7 +157,11 @@ def save_file(
     arrays = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        # The package makes files that only their owner can read; `touch` keeps to the umask.
+        temporary.touch()
+        mode = temporary.stat().st_mode
         safetensors.numpy.save_file(arrays, temporary, metadata=dict(metadata or {"format": "pt"}))
+        temporary.chmod(mode)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
