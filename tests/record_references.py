@@ -1,6 +1,6 @@
 """Records into tests/data the numbers that transformers and torch give, for tests without torch.
 
-    python -m tests.record_references [--output_dir=tests/data]
+    python -m tests.record_references [--data_dir=tests/data]
 
 Needs torch and transformers; takes about ten seconds on a CPU. Writes the tiny checkpoints
 qwen3_moe_norm, qwen3_moe_nonorm (in shards) and eagle3_tiny, as transformers saves them, and
@@ -31,7 +31,7 @@ from tests.reference_cases import (
     prompt_name,
 )
 
-_OUTPUT_DIR = flags.DEFINE_string("output_dir", "tests/data", "Folder that holds the references.")
+_DATA_DIR = flags.DEFINE_string("data_dir", "tests/data", "Folder that holds the references.")
 
 
 def save_checkpoints(directory: pathlib.Path, seed: int) -> None:
@@ -83,7 +83,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     torch.set_num_threads(1)  # for matrices this small, threads only wait for each other
-    output_dir = pathlib.Path(_OUTPUT_DIR.value)
+    output_dir = pathlib.Path(_DATA_DIR.value)
     output_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output_dir, prefix=".recording-") as temporary:
         new, old = pathlib.Path(temporary, "new"), pathlib.Path(temporary, "old")
