@@ -12,22 +12,18 @@ PYTEST_ARGS ?=
 # GSM8K's train.jsonl, which make train-pocket mixes in where it is given.
 GSM8K_TRAIN ?=
 
-TARGET = checkpoints/pocket-qwen3-moe
-HEAD = checkpoints/pocket-qwen3-moe-eagle3
-DEMO_FLAGS = \
-	--target=$(TARGET) \
-	--draft=$(HEAD) \
-	--selectors=autoregressive,native,acceptmoe,acceptmoe_fix,moe_spec \
-	--prompts=checkpoints/demo_prompts.jsonl \
-	--max_new_tokens=64 \
-	--dtype=float32 \
-	--output_dir=runs/demo
+# $(call pocket,FAMILY) names a family's pocket target and its head.
+pocket = --target=checkpoints/pocket-$(1) --draft=checkpoints/pocket-$(1)-eagle3
+DEMO_FLAGS = --prompts=checkpoints/demo_prompts.jsonl --max_new_tokens=64 --dtype=float32
 
 # $(call environment,FOLDER,INTERPRETERS,REQUIREMENTS) makes FOLDER hold the requirements.
 environment = @python=$$(sh .ci/find_python $(2)) && sh .ci/make_venv $(1) "$$python" $(3)
 test_requirements = requirements.txt tests/requirements.txt
 # Each test is of one of three kinds: fast, "slow and not torch", torch.
 fast = not slow and not torch
+# Most of the time goes to XLA, which compiles on one core: several files are tested at once. A file
+# stays in one process, because its tests share what they compiled.
+parallel = -n auto --maxprocesses=4 --dist=loadfile
 
 .PHONY: help demo test check check-slow check-torch check-second train-pocket clean
 .NOTPARALLEL:
@@ -35,13 +31,16 @@ fast = not slow and not torch
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*##/make \1:/p' Makefile
 
-demo:  ## decode with the pocket model, method beside method (at most 3 minutes)
+demo:  ## decode with both pocket models, method beside method (at most 3 minutes)
 	$(call environment,.venv,$(PYTHON),requirements.txt)
-	.venv/bin/python -m experiments.generate $(DEMO_FLAGS)
+	.venv/bin/python -m experiments.generate $(call pocket,qwen3-moe) $(DEMO_FLAGS) \
+		--selectors=autoregressive,native,acceptmoe,moe_spec --output_dir=runs/demo/qwen3-moe
+	.venv/bin/python -m experiments.generate $(call pocket,gpt-oss) $(DEMO_FLAGS) \
+		--selectors=autoregressive,native,acceptmoe --output_dir=runs/demo/gpt-oss
 
 test:  ## all tests but the slow ones (at most 12 minutes)
 	$(call environment,.venv,$(PYTHON),$(test_requirements))
-	.venv/bin/python -m pytest -m "$(fast)" $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -m "$(fast)" $(parallel) $(PYTEST_ARGS)
 
 check: check-slow check-torch check-second  ## what is slow, in three parts (at most 40 minutes)
 
@@ -54,25 +53,32 @@ check-torch check-second: export CUDA = 0
 
 # On Linux the index's own torch is a CUDA build of several gigabytes; PIP_EXTRA_INDEX_URL or
 # PIP_FIND_LINKS can tell pip of a place with CPU builds.
-check-torch:  ## the live comparison with PyTorch
+check-torch:  ## the live comparison with PyTorch and openai-harmony
 	$(call environment,.venv-torch,$(TORCH_PYTHON),$(test_requirements) tests/requirements-torch.txt)
 	.venv-torch/bin/python -m pytest -m torch $(PYTEST_ARGS)
 
 check-second:  ## the tests of make test on a second interpreter
 	$(call environment,.venv-second,$(SECOND_PYTHON),$(test_requirements))
-	.venv-second/bin/python -m pytest -m "$(fast)" $(PYTEST_ARGS)
+	.venv-second/bin/python -m pytest -m "$(fast)" $(parallel) $(PYTEST_ARGS)
 
 # Goes on where it was when it is interrupted; make clean starts it over.
-train-pocket: train = --work_dir=runs/$(1) $(if $(GSM8K_TRAIN),--gsm8k_train=$(GSM8K_TRAIN))
+train-pocket: train = $(if $(GSM8K_TRAIN),--gsm8k_train=$(GSM8K_TRAIN))
 # Huge pages: on Linux the experts of a training step run faster with them.
 train-pocket: export GLIBC_TUNABLES = glibc.malloc.hugetlb=1
-train-pocket:  ## train the pocket checkpoints again, in place (about 75 minutes)
+train-pocket:  ## train the pocket checkpoints again, in place (about 3 hours)
 	$(call environment,.venv,$(PYTHON),requirements.txt)
-	.venv/bin/python -m experiments.train_target --output_dir=$(TARGET) $(call train,train-target)
-	.venv/bin/python -m experiments.train_head --target=$(TARGET) --output_dir=$(HEAD) \
-		$(call train,train-head)
-	.venv/bin/python -m experiments.calibrate --target=$(TARGET) --draft=$(HEAD) \
+	$(call train_family,qwen3-moe,qwen3_moe,1300000)
+	$(call train_family,gpt-oss,gpt_oss,800000)
+
+# $(call train_family,FOLDER,FAMILY,TOKENS_OF_THE_HEAD) trains a target, its head and its commitment table.
+define train_family
+	.venv/bin/python -m experiments.train_target --family=$(2) \
+		--output_dir=checkpoints/pocket-$(1) --work_dir=runs/train-$(1) $(train)
+	.venv/bin/python -m experiments.train_head --target=checkpoints/pocket-$(1) \
+		--output_dir=checkpoints/pocket-$(1)-eagle3 --work_dir=runs/train-$(1)-head --tokens=$(3) $(train)
+	.venv/bin/python -m experiments.calibrate $(call pocket,$(1)) \
 		--pocket_prompts=400 --dtype=float32
+endef
 
 clean:  ## remove the environments and what was run
 	rm -rf .venv .venv-* runs .pytest_cache .ruff_cache

@@ -44,7 +44,7 @@ def main() -> None:
             prompts,
             selector="native",
             max_new_tokens=engine_flags.MAX_NEW_TOKENS.value,
-            chat=engine_flags.CHAT.value,
+            **engine_flags.chat_options(),
             on_tokens=lambda index, _: bar.update(task, completed=index),
         )
     statistics = [generation.statistics for generation in generations]

@@ -23,6 +23,8 @@ from absl import flags
 from acceptmoe_jax import reporting
 from acceptmoe_jax.errors import UserError
 from acceptmoe_jax.files import write_atomically, write_json
+from acceptmoe_jax.models.gpt_oss import GptOssConfig
+from acceptmoe_jax.models.qwen3_moe import Qwen3MoeConfig
 from acceptmoe_jax.prompts import read_prompts
 from acceptmoe_jax.runtime import cost_model
 from acceptmoe_jax.runtime.engine import AUTOREGRESSIVE, Prompt
@@ -36,6 +38,11 @@ _PROMPTS = flags.DEFINE_string("prompts", None, "A JSONL file of prompts.")
 _STOP = flags.DEFINE_multi_string("stop", [], "A text that ends an answer; may be repeated.")
 _OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Where the files go.", required=True)
 
+# What the shares of experts are carried over to: the published target of the family.
+_FULL_SIZE = {
+    Qwen3MoeConfig: (cost_model.QWEN3_30B_A3B, cost_model.QWEN3_30B_A3B_EAGLE3),
+    GptOssConfig: (cost_model.GPT_OSS_120B, cost_model.GPT_OSS_120B_EAGLE3),
+}
 _SHOWN = 4  # prompts whose answers are printed
 
 _MEASURED = {
@@ -91,6 +98,7 @@ def _write(prompts, generations, summaries) -> None:
                 "method": method,
                 "token_ids": list(generation.token_ids),
                 "text": generation.text,
+                "reasoning": generation.reasoning,
                 "stop_reason": generation.stop_reason,
             },
             ensure_ascii=False,
@@ -121,7 +129,10 @@ def _show_answers(prompts, generations) -> None:
         print(f"\n{name}\n{textwrap.indent(text, '  > ')}")
         answers = {}
         for method, answered in generations.items():
-            answers.setdefault(answered[index].text, []).append(method)
+            answer = answered[index].text
+            if not answer and answered[index].reasoning:
+                answer = f"(cut while reasoning) {answered[index].reasoning}"
+            answers.setdefault(answer, []).append(method)
         for answer, agreeing in answers.items():
             print(f"  {', '.join(agreeing)}:\n{textwrap.indent(answer, '    ')}")
 
@@ -136,7 +147,8 @@ def _show_measured(generations, summaries) -> None:
             same = sum(a.token_ids == b.token_ids for a, b in pairs) / len(reference)
         rows.append({"method": method, "same_text": same} | summary)
     title = (
-        f"Measured on {reporting.device_description()}, {engine_flags.DTYPE.value}, "
+        f"{pathlib.Path(engine_flags.TARGET.value).name}, measured on "
+        f"{reporting.device_description()}, {engine_flags.DTYPE.value}, "
         f"{summary['prompts']} prompts; set sizes are means a layer and verification"
     )
     reporting.print_table(title, rows, _MEASURED)
@@ -155,7 +167,7 @@ def _show_modelled(engine, summaries) -> None:
         for method, summary in summaries.items()
         if summary["verifications"]
     ]
-    target, head = cost_model.QWEN3_30B_A3B, cost_model.QWEN3_30B_A3B_EAGLE3
+    target, head = _FULL_SIZE[type(engine.model.setup.target)]
     for device in (cost_model.RTX_PRO_6000, cost_model.H200_SXM):
         modelled = cost_model.modelled_rows(
             sets, target, head, device, draft_steps=engine.model.setup.tree.steps

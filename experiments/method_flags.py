@@ -107,7 +107,7 @@ def _decode_one(engine, name, selector, prompts, options) -> list[Generation]:
             prompts,
             selector=selector,
             max_new_tokens=engine_flags.MAX_NEW_TOKENS.value,
-            chat=engine_flags.CHAT.value,
+            **engine_flags.chat_options(),
             audit=_AUDIT.value,
             on_tokens=on_tokens,
             **options,

@@ -1,12 +1,13 @@
-"""Trains the pocket target's EAGLE-3 head on the target's own distributions.
+"""Trains a pocket target's EAGLE-3 head on the target's own distributions.
 
     python -m experiments.train_head --target=checkpoints/pocket-qwen3-moe \
-        --output_dir=checkpoints/pocket-qwen3-moe-eagle3 --work_dir=runs/train-head \
+        --output_dir=checkpoints/pocket-qwen3-moe-eagle3 --work_dir=runs/train-qwen3-moe-head \
         [--tokens=1300000] [--gsm8k_train=FILE] [--export_only]
 
-One layer, unrolled over the steps it will draft; its vocabulary is the 1,024 most frequent of the
-target's 1,536 tokens. On two CPU cores a step of 3,072 tokens takes about 2.6 seconds and the run
-about 20 minutes. It resumes and exports as `experiments.train_target` does.
+The target may be of either family. One layer, unrolled over the steps it will draft; its
+vocabulary is the 1,024 most frequent of the target's 1,536 tokens. On two CPU cores a step of 3,072
+tokens takes about 2.6 seconds and the run about 20 minutes; the shipped GPT-OSS head had 800,000
+tokens and 12 minutes. It resumes and exports as `experiments.train_target` does.
 """
 
 import functools
@@ -19,7 +20,8 @@ import tokenizers
 from absl import flags
 
 from acceptmoe_jax import reporting
-from acceptmoe_jax.models.config import Eagle3Config
+from acceptmoe_jax.models.config import RopeConfig
+from acceptmoe_jax.models.eagle3 import Eagle3Config
 from acceptmoe_jax.pocket import corpus
 from acceptmoe_jax.runtime.pretrained import load_pretrained
 from acceptmoe_jax.speculation import TreeConfig
@@ -58,7 +60,7 @@ def head_config(target_hidden_size: int, vocab_size: int) -> Eagle3Config:
         vocab_size=vocab_size,
         draft_vocab_size=DRAFT_VOCAB,
         rms_norm_eps=1e-6,
-        rope_theta=10_000.0,
+        rope=RopeConfig(10_000.0),
         aux_layer_ids=(0, 1, 2),
     )
 

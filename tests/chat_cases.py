@@ -4,17 +4,45 @@ The program that records transformers' renderings and the tests that compare wit
 """
 
 import json
+import lzma
+import os
 import pathlib
+import shutil
 from typing import Any
 
+import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 SPECIAL_TOKENS = ["<|pad|>", "<|open|>", "<|close|>"]
 
 # Block trimming, loop controls, JSON without HTML escapes, namespaces, special tokens, optional
-# variables and the marks for training.
+# variables, the marks for training; macros that call themselves, read variables of the chat and
+# give them defaults, as those of GPT-OSS do.
 TEMPLATE = """
+{%- macro type_of(spec) -%}
+    {%- if spec.type is defined and spec.type is iterable and spec.type is not string -%}
+        {{- spec.type | join(' | ') }}
+    {%- elif spec.properties -%}
+        {{- '{' }}
+        {%- for name, inner in spec.properties.items() -%}
+            {{- name + ('' if name in (spec.required or []) else '?') + ': ' + type_of(inner) }}
+            {%- if not loop.last %}, {% endif -%}
+        {%- endfor -%}
+        {{- '}' }}
+    {%- else -%}
+        {{- spec.type }}
+    {%- endif -%}
+{%- endmacro %}
+{%- macro opening() -%}
+    {%- if reasoning_effort is not defined %}
+        {%- set reasoning_effort = 'usual' %}
+    {%- endif %}
+    {{- 'Effort: ' + reasoning_effort + strftime_now('%%') + '\\n' }}
+{%- endmacro %}
+{%- if signature or reasoning_effort is defined %}
+    {{- opening() + type_of(signature or {'type': 'none'}) }}
+{%- endif %}
 {%- set seen = namespace(system=false) %}
 {%- for message in messages %}
     {%- if message.role == 'skip' %}{% continue %}{% endif %}
@@ -44,6 +72,12 @@ _USER = {"role": "user", "content": ' 2 < 3 & "wörld" 😀\n'}
 _SYSTEM = {"role": "system", "content": "Be brief."}
 _ANSWER = {"role": "assistant", "content": "Yes."}
 _SKIPPED = {"role": "skip", "content": "unseen"}
+_SIGNATURE = {
+    "properties": {
+        "x": {"type": ["number", "null"]},
+        "y": {"properties": {"z": {"type": "text"}}, "required": ["z"]},
+    }
+}
 _TOOLS = [{"name": "f", "parameters": {"x": "<int> & é"}}]
 
 # name -> (messages, variables); each also holds for a template that ignores what it does not know.
@@ -53,6 +87,8 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "no_generation_prompt": ([_USER, _ANSWER], {"add_generation_prompt": False}),
     "several_turns": ([_SYSTEM, _USER, _SKIPPED, _ANSWER, _USER], {}),
     "tools": ([_USER], {"tools": _TOOLS}),
+    "effort": ([_SYSTEM, _USER], {"reasoning_effort": "high"}),
+    "signature": ([_USER], {"signature": _SIGNATURE}),
     "no_thinking": ([_USER], {"thinking": False, "enable_thinking": False}),
     "null_values": ([{**_USER, "name": None}, _ANSWER, {**_USER, "name": "Ada"}], {}),
 }
@@ -79,3 +115,28 @@ def write_standin(directory: pathlib.Path) -> None:
         "chat_template": TEMPLATE,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+# The tokenizers of published models (7 MB and more) are not part of this project.
+_SHARED = pathlib.Path(
+    os.environ.get("ACCEPTMOE_SHARED", pathlib.Path(__file__).parents[2] / "shared")
+)
+_TOKENIZERS = _SHARED / "data" / "tokenizers"
+
+
+def needs_tokenizer(name: str) -> pytest.MarkDecorator:
+    """Skips a test where the tokenizer of that folder is not there."""
+    return pytest.mark.skipif(
+        not (_TOKENIZERS / name).is_dir(),
+        reason=f"set ACCEPTMOE_SHARED to a folder with data/tokenizers/{name}",
+    )
+
+
+def unpack_tokenizer(name: str, directory: pathlib.Path) -> None:
+    """Puts the files of a published tokenizer into `directory`, as a download has them."""
+    for path in (_TOKENIZERS / name).iterdir():
+        if path.suffix == ".xz":
+            with lzma.open(path) as packed:
+                (directory / path.stem).write_bytes(packed.read())
+        else:
+            shutil.copy(path, directory)

@@ -9,11 +9,14 @@ import pytest
 # Correctness is shown in float32 on the CPU; a test that wants an accelerator says so itself.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-# Where torch and transformers are not installed the live comparison is not collected at all: a
-# skip would read as if it might run there. `make check` runs it where they are.
+# Where torch and transformers, or openai-harmony, are not installed the live comparisons with them
+# are not collected at all: a skip would read as if it might run there. `make check` runs them where
+# they are.
 collect_ignore = []
+if importlib.util.find_spec("openai_harmony") is None:
+    collect_ignore.append("test_live_harmony.py")
 if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
-    collect_ignore.append("test_live_torch.py")
+    collect_ignore += ["test_live_torch.py", "test_live_mxfp4.py"]
 
 
 @pytest.fixture(scope="session")

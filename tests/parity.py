@@ -1,6 +1,6 @@
 """Runs our models on the inputs of a reference case, naming the results as the case names them.
 
-The cases are those of `torch_qwen3_moe` and `torch_eagle3`, recorded or computed live; nothing
+The cases are those of `torch_reference` and `torch_eagle3`, recorded or computed live; nothing
 here needs torch. Whatever a case calls `hidden/3`, the output of layer 3, is so called here too,
 and a test compares the two by name.
 """
@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from acceptmoe_jax.models import eagle3, qwen3_moe
+from acceptmoe_jax.models import decoder, eagle3
 from acceptmoe_jax.models.attention import LayerCache, causal_mask
-from acceptmoe_jax.models.config import Eagle3Config, Qwen3MoeConfig
+from acceptmoe_jax.models.config import TargetConfig
+from acceptmoe_jax.models.eagle3 import Eagle3Config
 from acceptmoe_jax.runtime import pretrained
 from acceptmoe_jax.selection import SelectorConfig, select
 from acceptmoe_jax.speculation import DraftTree, block_mask, positions
@@ -36,7 +37,7 @@ _POISON = 1e4  # what dead cache rows hold: one that were read would leave every
 class Target:
     """A target model as loaded from a checkpoint directory."""
 
-    config: Qwen3MoeConfig
+    config: TargetConfig
     params: dict[str, Any]
     banks: tuple
 
@@ -49,10 +50,11 @@ class Head:
     params: dict[str, Any]
 
 
+@functools.cache
 def load_target(directory: pathlib.Path) -> Target:
-    """Loads a Qwen3-MoE checkpoint in float32, every expert resident."""
+    """Loads a checkpoint of either family, once: in float32, but MXFP4 stays packed."""
     checkpoint = Checkpoint.open(directory)
-    config = Qwen3MoeConfig.from_hf(checkpoint.config, checkpoint.config_file)
+    config = pretrained.target_config(checkpoint)
     loaded = pretrained.load_target(checkpoint, config, jnp.float32)
     return Target(config, loaded.target, loaded.banks)
 
@@ -168,7 +170,7 @@ def _prefill(target: Target, input_ids: np.ndarray) -> tuple[Arrays, tuple[Layer
     """Runs `input_ids` through a poisoned cache, `_CHUNK` rows at a time."""
     caches = jax.tree.map(
         lambda leaf: jnp.full_like(leaf, _POISON),
-        qwen3_moe.empty_caches(target.config, _CACHE_ROWS, jnp.float32),
+        decoder.empty_caches(target.config, _CACHE_ROWS, jnp.float32),
     )
     chunks = []
     for start in range(0, len(input_ids), _CHUNK):
@@ -223,18 +225,16 @@ def _forward(config, params, banks, tokens, row_positions, mask, caches, start, 
         )
         y = masked_expert_gemm(
             x,
-            bank.gate,
-            bank.up,
-            bank.down,
-            bank.slot_of,
+            bank,
             chosen.expert_ids,
             chosen.weights,
             chosen.used_ids,
             chosen.used_count,
+            activation=config.activation,
         )
         return y, router_logits
 
-    model = qwen3_moe.Qwen3Moe(config)
+    model = decoder.Decoder(config)
     out = model.apply(
         {"params": params},
         tokens,

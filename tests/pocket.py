@@ -1,4 +1,4 @@
-"""The shipped pocket checkpoint, as the end-to-end tests use it."""
+"""The shipped pocket checkpoints, as the end-to-end tests use them."""
 
 import functools
 import os
@@ -12,12 +12,28 @@ from acceptmoe_jax.pocket import families
 ROOT = pathlib.Path(__file__).parent.parent
 TARGET = ROOT / "checkpoints" / "pocket-qwen3-moe"
 HEAD = ROOT / "checkpoints" / "pocket-qwen3-moe-eagle3"
+GPT_OSS_TARGET = ROOT / "checkpoints" / "pocket-gpt-oss"
+GPT_OSS_HEAD = ROOT / "checkpoints" / "pocket-gpt-oss-eagle3"
 
 
 @functools.cache
-def engine() -> Engine:
+def engine(target: pathlib.Path = TARGET, head: pathlib.Path = HEAD) -> Engine:
     """In float32, where everything must be exact."""
-    return Engine.from_pretrained(str(TARGET), str(HEAD), dtype="float32")
+    return Engine.from_pretrained(str(target), str(head), dtype="float32")
+
+
+def assert_native_is_plain(engine: Engine, prompts: list[str], max_new_tokens: int) -> None:
+    """Tree speculation under natural routing emits the tokens of plain decoding."""
+    plain, native = (
+        engine.generate(prompts, selector=selector, max_new_tokens=max_new_tokens)
+        for selector in ("autoregressive", "native")
+    )
+    differing = [
+        (i, a.token_ids, b.token_ids)
+        for i, (a, b) in enumerate(zip(plain, native, strict=True))
+        if a.token_ids != b.token_ids
+    ]
+    assert not differing, differing[0]
 
 
 def prompts(each: int, seed: int = 1) -> list[str]:

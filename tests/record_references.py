@@ -2,10 +2,9 @@
 
     python -m tests.record_references [--data_dir=tests/data]
 
-Needs torch and transformers; takes about ten seconds on a CPU. Writes the tiny checkpoints
-qwen3_moe_norm, qwen3_moe_nonorm (in shards) and eagle3_tiny, as transformers saves them, and
-references/ with one safetensors file a case beside references.json, which names the versions used.
-These four folders are replaced together after all of them are complete.
+Needs torch and transformers; takes about ten seconds on a CPU. Writes the tiny checkpoints of
+`reference_cases` and references/, with one safetensors file a case beside references.json, which
+names the versions used. All these folders are replaced together after all of them are complete.
 """
 
 import pathlib
@@ -19,13 +18,15 @@ import transformers
 from absl import app, flags
 
 from acceptmoe_jax.files import write_json
-from tests import torch_eagle3, torch_qwen3_moe
+from tests import torch_eagle3, torch_gpt_oss, torch_qwen3_moe, torch_reference
 from tests.reference_cases import (
-    CHECKPOINTS,
+    GPT_OSS,
     HEAD,
     HEAD_CASES,
     HEAD_TARGET,
     PROMPT_LENGTHS,
+    QWEN3_MOE,
+    ROPE_CASE,
     SEED,
     block_name,
     prompt_name,
@@ -34,10 +35,16 @@ from tests.reference_cases import (
 _DATA_DIR = flags.DEFINE_string("data_dir", "tests/data", "Folder that holds the references.")
 
 
+_FAMILIES = {
+    **{name: torch_qwen3_moe for name in QWEN3_MOE},
+    **{name: torch_gpt_oss for name in GPT_OSS},
+}
+
+
 def save_checkpoints(directory: pathlib.Path, seed: int) -> None:
-    """Saves the two targets and the head under `directory`."""
-    for name in CHECKPOINTS:
-        torch_qwen3_moe.save_checkpoint(name, directory / name, seed)
+    """Saves the targets and the head under `directory`."""
+    for name, family in _FAMILIES.items():
+        family.save_checkpoint(name, directory / name, seed)
     target = transformers.Qwen3MoeConfig.from_pretrained(directory / HEAD_TARGET)
     torch_eagle3.save_head(directory / HEAD, target, seed)
 
@@ -46,18 +53,24 @@ def all_cases(directory: pathlib.Path, seed: int) -> dict[str, dict[str, np.ndar
     """Computes all of `reference_cases.CASES` on the checkpoints under `directory`, by name.
 
     Raises:
-      RoutingTieError: if an input makes the routing too close to call.
+      UnfitSeedError: if the numbers would not tell right from wrong.
     """
     cases = {}
-    models = {name: torch_qwen3_moe.load_model(directory / name) for name in CHECKPOINTS}
-    for name, model in models.items():
+    references = {
+        name: family.load_reference(directory / name) for name, family in _FAMILIES.items()
+    }
+    for name, reference in references.items():
         for length in PROMPT_LENGTHS:
-            case = torch_qwen3_moe.prompt_case(model, length, seed)
+            case = torch_reference.prompt_case(reference, length, seed)
             cases[prompt_name(name, length)] = case
-        cases[block_name(name)] = torch_qwen3_moe.block_case(model, seed)
+        cases[block_name(name)] = torch_reference.block_case(reference, seed)
+        if name in GPT_OSS:
+            prompt, block = cases[prompt_name(name, max(PROMPT_LENGTHS))], cases[block_name(name)]
+            torch_gpt_oss.refuse_lenient_cases(reference, prompt, block)
     for name, norm_before_residual in HEAD_CASES.items():
         head = torch_eagle3.load_head(directory / HEAD, norm_before_residual)
-        cases[name] = torch_eagle3.head_case(head, models[HEAD_TARGET], seed)
+        cases[name] = torch_eagle3.head_case(head, references[HEAD_TARGET].model, seed)
+    cases[ROPE_CASE] = torch_gpt_oss.rope_case()
     return cases
 
 

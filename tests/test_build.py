@@ -18,7 +18,7 @@ from tests import source_tree
 TEST_MAIN = "tests/run_pytest.py"
 LOCK = "tests/requirements-lock.txt"
 # Not in the lock file, since torch would bring CUDA; `make check` runs what needs these.
-OUTSIDE_BAZEL = {"torch", "transformers"}
+OUTSIDE_BAZEL = {"openai-harmony", "torch", "transformers"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,25 +16,13 @@ NEW_TOKENS = 48
 BUDGETED = ("acceptmoe_fix", "moe_spec")
 
 
-def _assert_native_equals_plain(prompts):
-    engine = pocket.engine()
-    plain = engine.generate(prompts, selector="autoregressive", max_new_tokens=NEW_TOKENS)
-    native = engine.generate(prompts, selector="native", max_new_tokens=NEW_TOKENS)
-    differing = [
-        (i, a.token_ids, b.token_ids)
-        for i, (a, b) in enumerate(zip(plain, native, strict=True))
-        if a.token_ids != b.token_ids
-    ]
-    assert not differing, differing[0]
-
-
 def test_native_speculation_is_token_identical_with_plain_decoding():
-    _assert_native_equals_plain(pocket.prompts(each=8))
+    pocket.assert_native_is_plain(pocket.engine(), pocket.prompts(each=8), NEW_TOKENS)
 
 
 @pytest.mark.slow
 def test_native_speculation_is_token_identical_over_two_hundred_prompts():
-    _assert_native_equals_plain(pocket.prompts(each=52, seed=2))
+    pocket.assert_native_is_plain(pocket.engine(), pocket.prompts(each=52, seed=2), NEW_TOKENS)
 
 
 def test_a_second_prompt_of_a_known_length_compiles_nothing():

@@ -12,7 +12,8 @@ import pytest
 from acceptmoe_jax.errors import UserError
 from acceptmoe_jax.files import write_json
 from acceptmoe_jax.models import eagle3
-from acceptmoe_jax.models.config import Eagle3Config
+from acceptmoe_jax.models.config import RopeConfig
+from acceptmoe_jax.models.eagle3 import Eagle3Config
 from acceptmoe_jax.weights.checkpoint import Checkpoint
 from acceptmoe_jax.weights.eagle3 import draft_to_target_ids, load_eagle3, owns_embedding
 from acceptmoe_jax.weights.key_maps import eagle3_keys
@@ -33,7 +34,7 @@ def head_config() -> Eagle3Config:
         vocab_size=TARGET_VOCAB,
         draft_vocab_size=DRAFT_VOCAB,
         rms_norm_eps=1e-6,
-        rope_theta=1e4,
+        rope=RopeConfig(1e4),
         aux_layer_ids=(0, 1, 2),
     )
 

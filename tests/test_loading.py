@@ -14,14 +14,14 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from acceptmoe_jax.errors import UserError
-from acceptmoe_jax.models.config import Qwen3MoeConfig
-from acceptmoe_jax.models.experts import ExpertBank
-from acceptmoe_jax.runtime import pretrained
 from acceptmoe_jax.weights.checkpoint import Checkpoint, resolve_directory
-from acceptmoe_jax.weights.key_maps import qwen3_moe_key
-from acceptmoe_jax.weights.loading import load_tree, load_trees, plan_tree
-from acceptmoe_jax.weights.safetensors_io import SafetensorsFile, save_file, save_sharded
-from acceptmoe_jax.weights.saving import save_qwen3_moe
+from acceptmoe_jax.weights.loading import Part, load_tree, load_trees, plan_tree
+from acceptmoe_jax.weights.safetensors_io import (
+    SafetensorsFile,
+    TensorEntry,
+    save_file,
+    save_sharded,
+)
 
 
 def dotted(path: tuple[str, ...]) -> str:
@@ -308,62 +308,68 @@ def test_host_memory_peaks_at_one_leaf(tmp_path, dtype, leaves_held):
     assert peak < leaves_held * 10e6 + 1e5
 
 
-# --- Qwen3-MoE ---------------------------------------------------------------------------------
+# --- Parts of tensors --------------------------------------------------------------------------
 
 
-def load_target(directory: pathlib.Path) -> tuple[Checkpoint, Qwen3MoeConfig, dict, tuple]:
-    checkpoint = Checkpoint.open(directory)
-    config = Qwen3MoeConfig.from_hf(checkpoint.config, checkpoint.config_file)
-    loaded = pretrained.load_target(checkpoint, config, jnp.float32)
-    return checkpoint, config, loaded.target, loaded.banks
+def parts_of_one_tensor(path: tuple[str, ...]) -> str | Part:
+    """Of a tensor "both" [3, 4, 5]: its even and odd rows, the latter transposed."""
+    views = {
+        "even": lambda tensor: tensor[:, ::2],
+        "odd": lambda tensor: tensor[:, 1::2].swapaxes(1, 2),
+    }
+    return Part("both", (3, 4, 5), views[path[0]]) if path[0] in views else path[0]
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe_norm", "qwen3_moe_nonorm"])
-def test_checkpoints_of_transformers_fill_the_model_exactly(data_dir, name):
-    checkpoint, config, params, banks = load_target(data_dir / name)
-    flat = flax.traverse_util.flatten_dict(params)
-    for path, leaf in flat.items():
-        np.testing.assert_array_equal(leaf, checkpoint.read(qwen3_moe_key(path)))
-    for layer, bank in enumerate(banks):
-        for expert in range(config.num_experts if bank is not None else 0):
-            key = f"model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"
-            np.testing.assert_array_equal(bank.down[expert], checkpoint.read(key))
+def abstract_parts(dtype: jnp.dtype = jnp.float32) -> dict:
+    shapes = {"even": (3, 2, 5), "middle": (2,), "odd": (3, 5, 2)}
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
 
 
-def test_a_target_saved_by_us_is_the_same_checkpoint(data_dir, tmp_path):
-    original, _, params, banks = load_target(data_dir / "qwen3_moe_norm")
-    save_qwen3_moe(
-        tmp_path, original.config, params, banks, dtype=jnp.float32, max_shard_bytes=200_000
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_parts_of_a_tensor_become_leaves(tmp_path, dtype):
+    both = np.arange(60, dtype=np.float32).reshape(3, 4, 5)
+    checkpoint = write_checkpoint(tmp_path, {"both": both, "middle": np.zeros(2, np.float32)})
+    tree = load_tree(checkpoint, abstract_parts(), parts_of_one_tensor, dtype=dtype)
+    assert {leaf.dtype for leaf in tree.values()} == {jnp.dtype(dtype)}
+    for layer in range(3):
+        for row in range(2):
+            np.testing.assert_array_equal(tree["even"][layer, row], both[layer, 2 * row])
+            np.testing.assert_array_equal(tree["odd"][layer, :, row], both[layer, 2 * row + 1])
+
+
+def test_a_tensor_of_several_leaves_is_read_once(tmp_path, monkeypatch):
+    read, names = TensorEntry.read_into, []
+
+    def counted(entry, out):
+        names.append(entry.name)
+        read(entry, out)
+
+    monkeypatch.setattr(TensorEntry, "read_into", counted)
+    tensors = {"both": np.ones((3, 4, 5), np.float32), "middle": np.zeros(2, np.float32)}
+    load_tree(write_checkpoint(tmp_path, tensors), abstract_parts(), parts_of_one_tensor)
+    assert names == ["both", "middle"]
+
+
+def test_a_part_asks_for_the_shape_of_the_whole_tensor(tmp_path):
+    tensors = {"both": np.ones((3, 5, 4), np.float32), "middle": np.zeros(2, np.float32)}
+    checkpoint = write_checkpoint(tmp_path, tensors)
+    with pytest.raises(UserError, match=r"both has the shape \[3, 5, 4\], expected \[3, 4, 5\]"):
+        load_tree(checkpoint, abstract_parts(), parts_of_one_tensor, place=refuse_to_place)
+
+
+def test_host_memory_of_parts_peaks_at_a_tensor_and_a_leaf(tmp_path):
+    """Three tensors of 8 MB, of two leaves of 4 MB each."""
+    tensors = {f"t{i}": np.zeros((4, 2, 10**6), np.uint8) for i in range(3)}
+    checkpoint = write_checkpoint(tmp_path, tensors)
+    del tensors
+    leaf = jax.ShapeDtypeStruct((4, 1, 10**6), np.uint8)
+    plan = plan_tree(
+        {side: {f"t{i}": leaf for i in range(3)} for side in ("even", "odd")},
+        lambda path: Part(path[1], (4, 2, 10**6), lambda t: t[:, int(path[0] == "odd") :: 2]),
+        place=lambda host: host.shape,  # stands for a device that takes the bytes away
     )
-    saved = Checkpoint.open(tmp_path)
-    assert saved.source.name == "model.safetensors.index.json"
-    assert saved.config == original.config
-    assert set(saved.entries) == set(original.entries)
-    for key in original.entries:
-        np.testing.assert_array_equal(saved.read(key), original.read(key))
-
-
-def test_experts_are_saved_by_id_wherever_their_slots_are(data_dir, tmp_path):
-    original, config, params, banks = load_target(data_dir / "qwen3_moe_norm")
-    order = np.random.default_rng(3).permutation(config.num_experts)
-    shuffled = [
-        bank
-        and ExpertBank(
-            gate=bank.gate[order],
-            up=bank.up[order],
-            down=bank.down[order],
-            slot_of=jnp.asarray(np.argsort(order), jnp.int32),
-        )
-        for bank in banks
-    ]
-    save_qwen3_moe(tmp_path, original.config, params, shuffled, dtype=jnp.float32)
-    saved = Checkpoint.open(tmp_path)
-    for key in original.entries:
-        np.testing.assert_array_equal(saved.read(key), original.read(key))
-
-
-def test_weights_are_saved_in_bfloat16_unless_told_otherwise(data_dir, tmp_path):
-    original, _, params, banks = load_target(data_dir / "qwen3_moe_norm")
-    save_qwen3_moe(tmp_path, original.config, params, banks)
-    saved = Checkpoint.open(tmp_path)
-    assert {entry.dtype for entry in saved.entries.values()} == {np.dtype(ml_dtypes.bfloat16)}
+    tracemalloc.start()
+    load_trees(checkpoint, [plan])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 12e6 + 1e5

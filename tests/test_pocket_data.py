@@ -5,13 +5,13 @@ import itertools
 import json
 import random
 
-import jinja2
 import numpy as np
 import pytest
 import tokenizers
 
 from acceptmoe_jax.errors import UserError
 from acceptmoe_jax.pocket import (
+    chat,
     corpus,
     drills,
     families,
@@ -19,12 +19,12 @@ from acceptmoe_jax.pocket import (
     real_text,
     tokenizer as pocket_tokenizer,
 )
-from acceptmoe_jax.pocket.records import Record
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> tokenizers.Tokenizer:
-    return pocket_tokenizer.train_tokenizer(corpus.tokenizer_texts(seed=0, count=2_000), 800)
+    texts = corpus.tokenizer_texts(0, chat.PLAIN, count=2_000)
+    return pocket_tokenizer.train_tokenizer(texts, chat.PLAIN, 800)
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +35,10 @@ def documents(tokenizer) -> list[corpus.Document]:
 # Tokenizer.
 
 
-def test_the_vocabulary_has_the_asked_size_and_special_tokens_first(tokenizer):
-    assert tokenizer.get_vocab_size() == 800
-    for index, token in enumerate(pocket_tokenizer.SPECIAL_TOKENS):
-        assert tokenizer.token_to_id(token) == index
-
-
 def test_training_the_tokenizer_twice_gives_the_same_file(tokenizer):
-    texts = corpus.tokenizer_texts(seed=0, count=2_000)
-    assert pocket_tokenizer.train_tokenizer(texts, 800).to_str() == tokenizer.to_str()
+    texts = corpus.tokenizer_texts(0, chat.PLAIN, count=2_000)
+    again = pocket_tokenizer.train_tokenizer(texts, chat.PLAIN, 800)
+    assert again.to_str() == tokenizer.to_str()
 
 
 @pytest.mark.parametrize(
@@ -99,43 +94,6 @@ def test_random_unicode_round_trips(tokenizer):
         points = (rng.choice((rng.randrange(128), below_surrogates, above)) for _ in range(20))
         text = "".join(map(chr, points))
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
-
-
-def test_chat_template_and_training_documents_agree(tokenizer):
-    record = families.generate(mathematics.NAME, "train", 0, 1)[0]
-    messages = [{"role": "user", "content": record.prompt}]
-    template = jinja2.Template(pocket_tokenizer.CHAT_TEMPLATE)
-    prompt = tokenizer.encode(template.render(messages=messages, add_generation_prompt=True)).ids
-    messages.append({"role": "assistant", "content": record.completion})
-    whole = tokenizer.encode(template.render(messages=messages)).ids
-    (document,) = corpus.record_documents(tokenizer, [record])
-    assert list(document.tokens) == whole
-    assert whole[: len(prompt)] == prompt
-
-
-def test_a_prompt_that_ends_in_a_newline_keeps_its_tokens_before_any_completion(tokenizer):
-    record = Record("function_from_docstring", "def f(x):\n", "    return x", "")
-    (document,) = corpus.record_documents(tokenizer, [record])
-    alone = tokenizer.encode("<|user|>def f(x):\n<|assistant|>").ids
-    assert list(document.tokens[: len(alone)]) == alone
-
-
-def test_saved_tokenizer_loads_and_names_its_stop_tokens(tokenizer, tmp_path):
-    pocket_tokenizer.save_tokenizer(tokenizer, tmp_path / "checkpoint", max_length=512)
-    folder = tmp_path / "checkpoint"
-    loaded = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    assert loaded.encode("<|user|>What is 12?").ids == tokenizer.encode("<|user|>What is 12?").ids
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    assert config["chat_template"] == pocket_tokenizer.CHAT_TEMPLATE
-    assert (config["eos_token"], config["pad_token"]) == ("<|end|>", "<|endoftext|>")
-    assert config["model_max_length"] == 512
-    generation = json.loads((folder / "generation_config.json").read_text())
-    assert generation["eos_token_id"] == list(map(loaded.token_to_id, ("<|end|>", "<|endoftext|>")))
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
 
 
 # Real text.

@@ -12,47 +12,51 @@ from acceptmoe_jax.selection import SelectorConfig
 from tests import tiny_models
 
 CACHE_ROWS = 128
+CROSSING_SEEDS = 8  # prompts, of which some have a draft accepted at the window's edge
 PHAT = jnp.asarray([1.0, 0.7, 0.5, 0.3], jnp.float32)
 NATIVE = SelectorConfig(policy="native", top_k=4)
 ACCEPTMOE = SelectorConfig(policy="acceptmoe", top_k=4)
 PROMPT = np.random.default_rng(0).integers(0, tiny_models.TARGET.vocab_size, 23)
 
 
-@functools.cache
-def _weights():
-    return tiny_models.weights()
+QWEN3_MOE, GPT_OSS = tiny_models.TARGET, tiny_models.GPT_OSS
+both_families = pytest.mark.parametrize(
+    "target", [QWEN3_MOE, GPT_OSS], ids=["qwen3_moe", "gpt_oss"]
+)
+
+_weights = functools.cache(tiny_models.weights)
 
 
 @functools.cache
-def _program(name, **static):
-    setup = tiny_models.setup()
+def _program(name, target=QWEN3_MOE, **static):
+    setup = tiny_models.setup(target)
     return jax.jit(functools.partial(getattr(programs, name), setup, **static))
 
 
-def _prefill(tokens, chunk=32):
-    state = programs.empty_state(tiny_models.setup(), CACHE_ROWS, jnp.float32)
+def _prefill(tokens, chunk=32, target=QWEN3_MOE):
+    state = programs.empty_state(tiny_models.setup(target), CACHE_ROWS, jnp.float32)
     for at in range(0, len(tokens), chunk):
         part = np.zeros(chunk, np.int32)
         piece = tokens[at : at + chunk]
         part[: len(piece)] = piece
         following = tokens[at + chunk] if at + chunk < len(tokens) else -1
-        state = _program("prefill_chunk")(
-            _weights(), state, jnp.asarray(part), jnp.int32(len(piece)), jnp.int32(following)
+        state = _program("prefill_chunk", target)(
+            _weights(target), state, jnp.asarray(part), jnp.int32(len(piece)), jnp.int32(following)
         )
     return state
 
 
-def _round(state, selector=NATIVE, override=None):
-    run = _program("speculative_round", selector=selector)
-    return run(_weights(), state, PHAT, override)
+def _round(state, selector=NATIVE, override=None, target=QWEN3_MOE):
+    run = _program("speculative_round", target, selector=selector)
+    return run(_weights(target), state, PHAT, override)
 
 
-def _decode(rounds, selector=NATIVE):
+def _decode(rounds, selector=NATIVE, target=QWEN3_MOE):
     """Rounds after the prefill of PROMPT; returns the final state and all committed tokens."""
-    state = _prefill(PROMPT)
+    state = _prefill(PROMPT, target=target)
     committed = [*PROMPT.tolist(), int(state.last_token)]
     for _ in range(rounds):
-        state, done = _round(state, selector)
+        state, done = _round(state, selector, target=target)
         committed += done.acceptance.tokens[: int(done.acceptance.length)].tolist()
     return state, committed
 
@@ -70,10 +74,11 @@ def _assert_same_state(state, other, rows):
     np.testing.assert_allclose(state.draft.hidden, other.draft.hidden, atol=2e-3)
 
 
-def test_after_ten_rounds_the_state_is_that_of_a_fresh_prefill():
-    state, committed = _decode(rounds=10)
+@both_families
+def test_after_ten_rounds_the_state_is_that_of_a_fresh_prefill(target):
+    state, committed = _decode(rounds=10, target=target)
     assert len(committed) > len(PROMPT) + 11, "no draft was accepted: the test shows nothing"
-    fresh = _prefill(np.asarray(committed[:-1]), chunk=64)
+    fresh = _prefill(np.asarray(committed[:-1]), chunk=64, target=target)
     _assert_same_state(state, fresh, len(committed) - 1)
 
 
@@ -87,8 +92,11 @@ def test_after_every_round_both_caches_hold_all_committed_tokens_but_the_last():
     assert int(state.length) == committed - 1
 
 
-def test_prefill_in_chunks_is_prefill_in_one():
-    _assert_same_state(_prefill(PROMPT, chunk=8), _prefill(PROMPT, chunk=32), len(PROMPT))
+@both_families
+def test_prefill_in_chunks_is_prefill_in_one(target):
+    _assert_same_state(
+        _prefill(PROMPT, chunk=8, target=target), _prefill(PROMPT, target=target), len(PROMPT)
+    )
 
 
 def test_dead_rows_are_never_read():
@@ -107,14 +115,37 @@ def test_dead_rows_are_never_read():
     np.testing.assert_array_equal(actual.tree.tokens, expected.tree.tokens)
 
 
-def test_native_rounds_emit_what_plain_decoding_emits():
-    _, committed = _decode(rounds=25)
-    state = _prefill(PROMPT)
-    plain = [*PROMPT.tolist(), int(state.last_token)]
-    while len(plain) < len(committed):
-        state, _ = _program("autoregressive_step")(_weights(), state)
-        plain.append(int(state.last_token))
-    assert committed == plain
+def _plain(prompt, count, target):
+    """The prompt and `count` tokens decoded plainly."""
+    state = _prefill(prompt, target=target)
+    tokens = [*prompt.tolist(), int(state.last_token)]
+    while len(tokens) < len(prompt) + count:
+        state, _ = _program("autoregressive_step", target)(_weights(target), state)
+        tokens.append(int(state.last_token))
+    return tokens
+
+
+@both_families
+def test_native_rounds_emit_what_plain_decoding_emits(target):
+    _, committed = _decode(rounds=25, target=target)
+    assert committed == _plain(PROMPT, len(committed) - len(PROMPT), target)
+
+
+def test_an_accepted_path_across_the_windows_edge_is_that_of_plain_decoding():
+    """Nodes of one path lie before and behind the position where the first key drops out."""
+    crossings = 0
+    for seed in range(CROSSING_SEEDS):
+        prompt = np.random.default_rng(seed).integers(0, GPT_OSS.vocab_size, 4)
+        state = _prefill(prompt, target=GPT_OSS)
+        committed = [*prompt.tolist(), int(state.last_token)]
+        while int(state.length) < 2 * GPT_OSS.sliding_window:
+            root = int(state.length)
+            state, done = _round(state, target=GPT_OSS)
+            length = int(done.acceptance.length)
+            committed += done.acceptance.tokens[:length].tolist()
+            crossings += root < GPT_OSS.sliding_window <= root + length - 1
+        assert committed == _plain(prompt, len(committed) - len(prompt), GPT_OSS)
+    assert crossings, "no accepted path crossed the edge: the test shows nothing"
 
 
 def test_some_accepted_path_leaves_the_first_child():

@@ -1,27 +1,23 @@
 """Tokenizers, chat templates as transformers renders them, and stop ids."""
 
 import json
-import lzma
-import os
 import pathlib
-import shutil
 
 import pytest
 
 from acceptmoe_jax.errors import UserError
 from acceptmoe_jax.text.tokenizer import Tokenizer
-from tests.chat_cases import CASES, SPECIAL_TOKENS, write_standin
+from tests.chat_cases import (
+    CASES,
+    SPECIAL_TOKENS,
+    needs_tokenizer,
+    unpack_tokenizer,
+    write_standin,
+)
 
 USER = [{"role": "user", "content": "hello"}]
 
-# The tokenizer of Qwen3 (7 MB) is not part of this project.
-_SHARED = pathlib.Path(
-    os.environ.get("ACCEPTMOE_SHARED", pathlib.Path(__file__).parents[2] / "shared")
-)
-_QWEN3 = _SHARED / "data" / "tokenizers" / "qwen3"
-needs_qwen3 = pytest.mark.skipif(
-    not _QWEN3.is_dir(), reason="set ACCEPTMOE_SHARED to a folder with data/tokenizers/qwen3"
-)
+needs_qwen3 = needs_tokenizer("qwen3")
 
 
 @pytest.fixture(scope="session")
@@ -38,9 +34,7 @@ def standin(tmp_path) -> pathlib.Path:
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory) -> Tokenizer:
     directory = tmp_path_factory.mktemp("qwen3")
-    with lzma.open(_QWEN3 / "tokenizer.json.xz") as packed:
-        (directory / "tokenizer.json").write_bytes(packed.read())
-    shutil.copy(_QWEN3 / "tokenizer_config.json", directory)
+    unpack_tokenizer("qwen3", directory)
     return Tokenizer.from_directory(directory)
 
 
@@ -118,6 +112,14 @@ def test_the_default_of_named_templates_is_used(standin):
 def test_templates_may_tell_the_date(standin):
     edit_config(standin, chat_template="{{ strftime_now('%d %m') | length }}")
     assert Tokenizer.from_directory(standin).render_chat(USER) == "5"
+
+
+def test_the_variables_that_a_template_reads_are_known(standin):
+    known = Tokenizer.from_directory(standin).template_variables
+    assert {"messages", "tools", "reasoning_effort", "thinking"} <= known
+    assert not known & {"enable_thinking", "strftime_now", "seen", "type_of"}
+    edit_config(standin, chat_template=None)
+    assert not Tokenizer.from_directory(standin).template_variables
 
 
 def test_a_template_cannot_leave_its_sandbox(standin):

@@ -13,7 +13,7 @@ import pytest
 from acceptmoe_jax.errors import UserError
 from acceptmoe_jax.models import eagle3
 from acceptmoe_jax.models.attention import causal_mask, empty_cache
-from acceptmoe_jax.models.experts import init_bank
+from acceptmoe_jax.models.experts import bank_weights, init_bank
 from acceptmoe_jax.training import batches, dispatch, head, loop, report, target
 from acceptmoe_jax.training.optimizer import (
     OptimizerConfig,
@@ -21,10 +21,13 @@ from acceptmoe_jax.training.optimizer import (
     muon_dimensions,
     schedule,
 )
+from pallas_kernels.masked_expert_gemm import masked_expert_gemm
 from tests import tiny_models
 
 CONFIG = dataclasses.replace(tiny_models.TARGET, num_layers=3)
 HEAD = dataclasses.replace(tiny_models.HEAD, aux_layer_ids=(0, 1, 2))
+FAMILIES = (CONFIG, tiny_models.GPT_OSS)
+FAMILY_NAMES = ("qwen3_moe", "gpt_oss")
 ROWS, LENGTH = 3, 20
 UNROLL = 4
 # Target ids of the draft vocabulary.
@@ -36,7 +39,7 @@ target_loss = jax.jit(target.target_loss, static_argnums=(2, 3))
 head_loss = jax.jit(head.head_loss, static_argnums=(2, 3))
 unroll = jax.jit(head.unroll, static_argnums=(2, 3))
 head_apply = jax.jit(eagle3.Eagle3Head(HEAD).apply, static_argnames="method")
-run_experts = jax.jit(dispatch.run_experts, static_argnums=4)
+run_experts = jax.jit(dispatch.run_experts, static_argnums=(4, 5))
 balance_statistics = jax.jit(dispatch.balance_statistics)
 
 
@@ -81,62 +84,63 @@ def lesson_and_head() -> tuple[head.Lesson, dict]:
 # The mixture of experts
 
 
-def dense_experts(x, expert_ids, weights, bank):
-    """Every expert on every row, then a weighted sum of the chosen ones."""
-    hidden = jax.nn.silu(jnp.einsum("rd,efd->ref", x, bank.gate))
-    hidden = hidden * jnp.einsum("rd,efd->ref", x, bank.up)
-    y = jnp.einsum("ref,edf->red", hidden, bank.down)
-    chosen = jnp.take_along_axis(y, expert_ids[..., None], axis=1)
-    return jnp.einsum("rk,rkd->rd", weights, chosen)
-
-
-def experts_case(rows: int = 23):
-    keys = jax.random.split(jax.random.key(3), 3)
-    x = jax.random.normal(keys[0], (rows, CONFIG.hidden_size))
-    weights, ids = jax.lax.top_k(
-        jax.nn.softmax(jax.random.normal(keys[1], (rows, CONFIG.num_experts))), CONFIG.top_k
+def reference_experts(x, expert_ids, weights, bank, activation, block):
+    """The same sum as decoding computes it."""
+    del block
+    return masked_expert_gemm(
+        x, bank, expert_ids, weights, None, None, activation=activation, implementation="reference"
     )
-    return x, ids, weights, init_bank(keys[2], CONFIG)
 
 
+def experts_case(config=CONFIG, rows: int = 23):
+    keys = jax.random.split(jax.random.key(3), 4)
+    x = jax.random.normal(keys[0], (rows, config.hidden_size))
+    weights, ids = jax.lax.top_k(
+        jax.nn.softmax(jax.random.normal(keys[1], (rows, config.num_experts))), config.top_k
+    )
+    bank = init_bank(keys[2], config)
+    biases = {
+        name: jax.random.normal(keys[3], leaf.shape)
+        for name, leaf in bank_weights(bank).items()
+        if leaf.ndim == 2
+    }
+    return x, ids, weights, bank.replace(**biases), config.activation
+
+
+@pytest.mark.parametrize("config", FAMILIES, ids=FAMILY_NAMES)
 @pytest.mark.parametrize("block", [5, 64])
-def test_grouped_experts_equal_the_dense_sum(block):
-    case = experts_case()
-    np.testing.assert_allclose(run_experts(*case, block), dense_experts(*case), atol=1e-6)
+def test_grouped_experts_are_those_of_decoding(config, block):
+    case = experts_case(config)
+    expected = reference_experts(*case, block)
+    np.testing.assert_allclose(run_experts(*case, block), expected, atol=2e-6)
 
 
-def test_gradients_of_grouped_experts_equal_those_of_the_dense_sum():
-    x, ids, weights, bank = experts_case()
-    matrices = (bank.gate, bank.up, bank.down)
+@pytest.mark.parametrize("config", FAMILIES, ids=FAMILY_NAMES)
+def test_gradients_of_grouped_experts_are_those_of_the_reference(config):
+    x, ids, weights, bank, activation = experts_case(config)
 
-    def loss(run, x, weights, matrices):
-        gate, up, down = matrices
-        y = run(x, ids, weights, bank.replace(gate=gate, up=up, down=down))
+    def loss(run, x, weights, leaves):
+        y = run(x, ids, weights, bank.replace(**leaves), activation, 5)
         return jnp.sum(jnp.sin(30 * y))
 
-    def grouped(*case):
-        return run_experts(*case, 5)
-
     ours, dense = (
-        jax.jit(jax.grad(functools.partial(loss, run), argnums=(0, 1, 2)))(x, weights, matrices)
-        for run in (grouped, dense_experts)
+        jax.jit(jax.grad(functools.partial(loss, run), argnums=(0, 1, 2)))(
+            x, weights, bank_weights(bank)
+        )
+        for run in (dispatch.run_experts, reference_experts)
     )
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(dense)):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
 def test_no_assignment_is_dropped_when_all_rows_want_the_same_experts():
-    x, ids, weights, bank = experts_case()
-    ids = jnp.broadcast_to(ids[0], ids.shape)
-    np.testing.assert_allclose(
-        run_experts(x, ids, weights, bank, 5),
-        dense_experts(x, ids, weights, bank),
-        atol=1e-6,
-    )
+    x, ids, *rest = experts_case()
+    case = (x, jnp.broadcast_to(ids[0], ids.shape), *rest, 5)
+    np.testing.assert_allclose(run_experts(*case), reference_experts(*case), atol=1e-6)
 
 
 def test_every_block_holds_rows_of_its_own_expert_only():
-    _, ids, _, _ = experts_case()
+    ids = experts_case()[1]
     block = 5
     blocks = jax.jit(dispatch.sort_into_blocks, static_argnums=(1, 2))(
         ids, CONFIG.num_experts, block
@@ -169,9 +173,9 @@ def test_padding_does_not_count_as_load():
 
 
 def test_the_router_learns_from_the_weights_of_its_experts():
-    x, _, _, bank = experts_case()
+    x, _, _, bank, _ = experts_case()
     logits = jax.random.normal(jax.random.key(1), (len(x), CONFIG.num_experts))
-    moe = dispatch.training_moe(CONFIG.top_k, True, jnp.ones(len(x), bool), block=5)
+    moe = dispatch.training_moe(CONFIG, jnp.ones(len(x), bool), block=5)
     grads = jax.jit(jax.grad(lambda logits: jnp.sum(moe(0, x, logits, bank)[0] ** 2)))(logits)
     chosen = jax.lax.top_k(logits, CONFIG.top_k)[1]
     assert (jnp.abs(jnp.take_along_axis(grads, chosen, axis=1)).max(axis=1) > 0).all()

@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers.models.llama import modeling_llama
 
-from tests.torch_qwen3_moe import additive_mask, randomise
+from tests.torch_reference import additive_mask, randomise
 
 AUX_LAYERS = (0, 1, 2)  # the target's layers whose outputs the head reads
 _DRAFT_VOCAB = 67
@@ -103,7 +103,7 @@ def save_head(directory: pathlib.Path, target: transformers.Qwen3MoeConfig, seed
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     head = Eagle3Head(_llama_config(directory))
-    randomise(head, seed, lambda parameter: parameter.shape[-1] ** -0.5)
+    randomise(head, seed, lambda name, parameter: parameter.shape[-1] ** -0.5)
     kept = np.sort(
         np.random.default_rng(seed).choice(target.vocab_size, size=_DRAFT_VOCAB, replace=False)
     )

@@ -4,12 +4,16 @@ One attention serves prefill, the draft tree and training: the caller says which
 row may see, so a tree is nothing special here.
 """
 
+import math
+
 import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int
 
+from acceptmoe_jax.models.config import AttentionConfig, RopeConfig
 from acceptmoe_jax.models.layers import Linear, RMSNorm
 
 
@@ -32,13 +36,66 @@ def causal_mask(start: Int[Array, ""], rows: int, cache_rows: int) -> Bool[Array
     return jnp.arange(cache_rows)[None, :] <= start + jnp.arange(rows)[:, None]
 
 
+def window_mask(
+    mask: Bool[Array, "... T S"],
+    positions: Int[Array, "... T"],
+    columns: Int[Array, "... S"],
+    window: int | None,
+) -> Bool[Array, "... T S"]:
+    """`mask` less the columns that lie `window` positions or more behind their row.
+
+    A window counts the row itself, and it counts positions: in a draft tree depth, not rows.
+
+    Args:
+      mask: what the rows may see otherwise.
+      positions: of the rows.
+      columns: positions of the columns.
+      window: None leaves the mask as it is.
+    """
+    if window is None:
+        return mask
+    return mask & (positions[..., :, None] - columns[..., None, :] < window)
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Float32[np.ndarray, "half"], float]:
+    """(radians a position of each of the `head_dim / 2` pairs, factor of cosines and sines).
+
+    Plain RoPE turns pair i by theta^(-2i / H) (Su et al. 2021). YaRN (arXiv 2309.00071) divides
+    the frequency of slow pairs by `factor`, keeps that of fast ones, and blends in between.
+    """
+    # In float32 and in transformers' order: a rounding here is an angle that grows with position.
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    period = np.float32(rope.theta) ** exponents
+    frequency = np.float32(1) / period
+    if rope.factor is None:
+        return frequency, 1.0
+
+    def pair_that_turns(rotations: float) -> float:
+        """The pair (a real number) that makes so many rotations in the original context."""
+        positions_a_radian = rope.original_positions / (rotations * 2 * math.pi)
+        return head_dim * math.log(positions_a_radian) / (2 * math.log(rope.theta))
+
+    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    pairs = np.arange(head_dim // 2, dtype=np.float32)
+    slowed = np.clip((pairs - np.float32(low)) / np.float32(max(high - low, 1e-3)), 0, 1)
+    slow = np.float32(1) / (np.float32(rope.factor) * period)
+    frequency = slow * slowed + frequency * (1 - slowed)
+    scale = rope.attention_factor
+    if scale is None:
+        scale = 0.1 * math.log(rope.factor) + 1
+    return frequency, scale
+
+
 def rotary(
-    positions: Int[Array, "... T"], head_dim: int, theta: float
+    positions: Int[Array, "... T"], head_dim: int, rope: RopeConfig
 ) -> tuple[Float[Array, "... T half"], Float[Array, "... T half"]]:
-    """Cosines and sines, float32, of the head's `head_dim / 2` frequency pairs (Su et al. 2021)."""
-    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    """Cosines and sines, float32, of the head's `head_dim / 2` frequency pairs."""
+    frequency, scale = rope_frequencies(rope, head_dim)
     angle = positions[..., None].astype(jnp.float32) * frequency
-    return jnp.cos(angle), jnp.sin(angle)
+    return jnp.cos(angle) * scale, jnp.sin(angle) * scale
 
 
 def rotate(
@@ -56,30 +113,34 @@ def attend(
     k: Float[Array, "... S K H"],
     v: Float[Array, "... S K H"],
     mask: Bool[Array, "... T S"],
+    sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "... T N H"]:
     """Softmax attention, scaled by `H ** -0.5`; scores and softmax are float32.
 
-    A masked column has weight exactly 0, whatever finite number its dead row holds.
+    A masked column has weight exactly 0, whatever finite number its dead row holds. `sinks` are
+    the logits of one more column a query head, which takes its share of the softmax and is dropped.
     """
     *lead, rows, heads, width = q.shape
     kv_heads = k.shape[-2]
     grouped = q.reshape(*lead, rows, kv_heads, heads // kv_heads, width)
     scores = jnp.einsum("...tkgh,...skh->...kgts", grouped, k, preferred_element_type=jnp.float32)
     scores = jnp.where(mask[..., None, None, :, :], scores * width**-0.5, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum("...kgts,...skh->...tkgh", weights, v)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        sink = sinks.astype(jnp.float32).reshape(kv_heads, -1, 1, 1)
+        top = jax.lax.stop_gradient(jnp.maximum(scores.max(axis=-1, keepdims=True), sink))
+        weights = jnp.exp(scores - top)
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - top))
+    out = jnp.einsum("...kgts,...skh->...tkgh", weights.astype(v.dtype), v)
     return out.reshape(*lead, rows, heads, width)
 
 
 class Attention(nn.Module):
-    """The attention of a layer. `qk_norm_eps` turns on Qwen3's per-head norm of q and k."""
+    """The attention of a layer, with the options of its config."""
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float
+    config: AttentionConfig
     out_features: int
-    qk_norm_eps: float | None = None
 
     @nn.compact
     def __call__(
@@ -94,19 +155,20 @@ class Attention(nn.Module):
 
         Without a cache the S columns are the T rows themselves; with one they are its rows.
         """
-        heads, kv_heads, width = self.num_heads, self.num_kv_heads, self.head_dim
+        c = self.config
+        heads, kv_heads, width = c.num_heads, c.num_kv_heads, c.head_dim
 
         def project(name: str, count: int, axis: str) -> jax.Array:
-            y = Linear(count * width, (axis, "embed"), name=f"{name}_proj")(x)
+            y = Linear(count * width, (axis, "embed"), c.bias, name=f"{name}_proj")(x)
             return y.reshape(*x.shape[:-1], count, width)
 
         q = project("q", heads, "heads")
         k = project("k", kv_heads, "kv_heads")
         v = project("v", kv_heads, "kv_heads")
-        if self.qk_norm_eps is not None:
-            q = RMSNorm(self.qk_norm_eps, "head_dim", name="q_norm")(q)
-            k = RMSNorm(self.qk_norm_eps, "head_dim", name="k_norm")(k)
-        cos, sin = rotary(positions, width, self.rope_theta)
+        if c.qk_norm_eps is not None:
+            q = RMSNorm(c.qk_norm_eps, "head_dim", name="q_norm")(q)
+            k = RMSNorm(c.qk_norm_eps, "head_dim", name="k_norm")(k)
+        cos, sin = rotary(positions, width, c.rope)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             cache = LayerCache(
@@ -114,5 +176,9 @@ class Attention(nn.Module):
                 v=jax.lax.dynamic_update_slice_in_dim(cache.v, v.astype(cache.v.dtype), start, 0),
             )
             k, v = cache.k, cache.v
-        out = attend(q, k, v, mask).reshape(*x.shape[:-1], heads * width)
-        return Linear(self.out_features, ("embed", "heads"), name="o_proj")(out), cache
+        sinks = None
+        if c.sinks:
+            init = nn.with_logical_partitioning(nn.initializers.zeros, ("heads",))
+            sinks = self.param("sinks", init, (heads,))
+        out = attend(q, k, v, mask, sinks).reshape(*x.shape[:-1], heads * width)
+        return Linear(self.out_features, ("embed", "heads"), c.bias, name="o_proj")(out), cache

@@ -1,4 +1,4 @@
-"""Frozen model configs, made from a Hugging Face `config.json`.
+"""Reading a Hugging Face `config.json`, and what the configs of all models have in common.
 
 A key that changes the numerics and that we do not implement is refused, by name; keys that do
 not matter for inference (dropout, initialisers, training losses) are ignored.
@@ -6,14 +6,128 @@ not matter for inference (dropout, initialisers, training losses) are ignored.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from acceptmoe_jax.errors import UserError
+from pallas_kernels.masked_expert_gemm import GatedActivation
 
 _REQUIRED = object()
 
 
-class _Fields:
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary positions: plain, or stretched by YaRN (arXiv 2309.00071) if `factor` is set."""
+
+    theta: float
+    factor: float | None = None
+    original_positions: int = 0  # original_max_position_embeddings: the context trained on
+    beta_fast: float = 32.0  # pairs that turn more often than this in it keep their frequency
+    beta_slow: float = 1.0  # pairs that turn less often than this are slowed by `factor`
+    truncate: bool = True  # the ramp between the two starts and ends at whole pairs
+    attention_factor: float | None = None  # of cosines and sines; None: 0.1 ln(factor) + 1
+
+    def to_hf(self) -> dict[str, Any]:
+        """The two keys that older and newer programs both read."""
+        scaling = None
+        if self.factor is not None:
+            scaling = {
+                "rope_type": "yarn",
+                "factor": self.factor,
+                "original_max_position_embeddings": self.original_positions,
+                "beta_fast": self.beta_fast,
+                "beta_slow": self.beta_slow,
+                "truncate": self.truncate,
+            }
+            if self.attention_factor is not None:
+                scaling["attention_factor"] = self.attention_factor
+        return {"rope_theta": self.theta, "rope_scaling": scaling}
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """What an attention layer is made of."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    qk_norm_eps: float | None = None  # Qwen3's norm of q and k, a head at a time
+    bias: bool = False  # on all four projections
+    sinks: bool = False  # a learned logit a head joins the softmax and is dropped (GPT-OSS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    """A target, whichever its family; where a `config.json` key differs, it stands beside.
+
+    A family adds its own fields, and says what the decoder and the engine ask below them.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int  # num_hidden_layers
+    num_heads: int  # num_attention_heads
+    num_kv_heads: int  # num_key_value_heads
+    head_dim: int
+    num_experts: int  # num_experts, or num_local_experts
+    top_k: int  # num_experts_per_tok, or experts_per_token
+    expert_width: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_positions: int  # max_position_embeddings
+    tie_word_embeddings: bool = False
+
+    # Facts of one family, fields of the other.
+    norm_topk_prob: ClassVar[bool]
+    dense_layers: ClassVar[tuple[int, ...]]  # layers without experts
+    # Facts of a family.
+    router_name: ClassVar[str]  # of the router's projection, on disk
+    router_bias: ClassVar[bool]
+    expert_bias: ClassVar[bool]
+
+    def shared_hf(self) -> dict[str, Any]:
+        """What the `config.json` of every family has, in the hub's spelling."""
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "num_experts_per_tok": self.top_k,
+            "rms_norm_eps": self.rms_norm_eps,
+            **self.rope.to_hf(),
+            "max_position_embeddings": self.max_positions,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "hidden_act": "silu",
+        }
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """The same in every layer but for the window."""
+        raise NotImplementedError
+
+    @property
+    def activation(self) -> GatedActivation:
+        """Of the experts."""
+        raise NotImplementedError
+
+    def window(self, layer: int) -> int | None:
+        """How many positions a row of this layer sees, itself included; None: all before it."""
+        del layer
+        return None
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The layers with experts, ascending."""
+        return tuple(i for i in range(self.num_layers) if i not in self.dense_layers)
+
+    def default_aux_layers(self) -> tuple[int, int, int]:
+        """Layers whose outputs EAGLE-3 reads unless the head says otherwise (SGLang's default)."""
+        return (1, self.num_layers // 2 - 1, self.num_layers - 4)
+
+
+class ConfigReader:
     """Typed access to the keys of a config; every error names the file and the key."""
 
     def __init__(self, raw: Mapping[str, Any], source: str):
@@ -51,17 +165,43 @@ class _Fields:
                 f"{self.source}: {name} = {value!r} is not supported (only {supported!r} is)"
             )
 
-    def rope_theta(self) -> float:
-        """The rotary base, from either spelling; refuses scaled variants."""
-        parameters = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
-        if not isinstance(parameters, Mapping):
-            raise UserError(f"{self.source}: rope_parameters should be an object")
-        kind = parameters.get("rope_type", parameters.get("type", "default"))
-        if kind != "default":
+    def rope(self) -> RopeConfig:
+        """Rotary positions from either spelling: `rope_parameters`, or `rope_scaling` and
+        `rope_theta`; refuses what is neither plain nor YaRN, and what turns a part of a head."""
+        self.require("partial_rotary_factor", 1.0)
+        name = "rope_parameters" if self.raw.get("rope_parameters") else "rope_scaling"
+        raw = self.raw.get(name) or {}
+        if not isinstance(raw, Mapping):
+            raise UserError(f"{self.source}: {name} should be an object, not {raw!r}")
+        scaling = ConfigReader(raw, f"{self.source}: {name}")
+        theta = self.get(float, "rope_theta", default=10000.0)
+        theta = scaling.get(float, "rope_theta", default=theta)
+        scaling.require("partial_rotary_factor", 1.0)
+        kind = scaling.get(str, "rope_type", "type", default="default")
+        if kind == "default":
+            return RopeConfig(theta)
+        if kind != "yarn":
             raise UserError(f"{self.source}: rope type {kind!r} is not supported")
-        if "rope_theta" in parameters:
-            return _Fields(parameters, self.source).get(float, "rope_theta")
-        return self.get(float, "rope_theta", default=10000.0)
+        for key in ("mscale", "mscale_all_dim"):
+            scaling.require(key, None)
+        original = scaling.get(int, "original_max_position_embeddings", default=None)
+        if original is None:
+            original = self.positive("max_position_embeddings")
+        rope = RopeConfig(
+            theta=theta,
+            factor=scaling.get(float, "factor"),
+            original_positions=original,
+            beta_fast=scaling.get(float, "beta_fast", default=32.0),
+            beta_slow=scaling.get(float, "beta_slow", default=1.0),
+            truncate=scaling.get(bool, "truncate", default=True),
+            attention_factor=scaling.get(float, "attention_factor", default=None),
+        )
+        if not rope.factor >= 1 or original < 1 or not rope.beta_fast > rope.beta_slow > 0:
+            raise UserError(
+                f"{self.source}: {name} needs factor >= 1, a positive "
+                f"original_max_position_embeddings and beta_fast > beta_slow > 0, not {dict(raw)}"
+            )
+        return rope
 
     def heads(self) -> tuple[int, int, int]:
         """(query heads, kv heads, head width), checked against each other."""
@@ -77,207 +217,31 @@ class _Fields:
             raise UserError(f"{self.source}: head_dim = {width} is odd; rotary pairs need it even")
         return heads, kv_heads, width
 
-
-@dataclasses.dataclass(frozen=True)
-class Qwen3MoeConfig:
-    """Qwen3-MoE; where a `config.json` key differs from our name, it stands beside it."""
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int  # num_hidden_layers
-    num_heads: int  # num_attention_heads
-    num_kv_heads: int  # num_key_value_heads
-    head_dim: int
-    num_experts: int  # num_experts, or num_local_experts as transformers >= 5 writes it
-    top_k: int  # num_experts_per_tok
-    expert_width: int  # moe_intermediate_size
-    dense_width: int  # intermediate_size, the width of dense layers
-    norm_topk_prob: bool
-    rms_norm_eps: float
-    rope_theta: float
-    max_positions: int  # max_position_embeddings
-    tie_word_embeddings: bool = False
-    dense_layers: tuple[int, ...] = ()  # from mlp_only_layers and decoder_sparse_step
-
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any], source: str) -> "Qwen3MoeConfig":
-        """Reads a `config.json`.
+    def shared(self, rms_norm_eps: float, max_positions: int) -> dict[str, Any]:
+        """The fields of `TargetConfig` but for `expert_width`.
 
         Args:
-          raw: the parsed file.
-          source: its name, for messages.
-
-        Raises:
-          UserError: naming `source` and the key, if a key is missing, has a wrong type or asks
-            for something that is not implemented.
+          rms_norm_eps, max_positions: the family's own, where the keys are missing.
         """
-        fields = _Fields(raw, source)
-        fields.require("model_type", "qwen3_moe")
-        fields.require("hidden_act", "silu")
-        fields.require("attention_bias", False)
-        fields.require("use_sliding_window", False)
-        heads, kv_heads, head_dim = fields.heads()
-        num_layers = fields.positive("num_hidden_layers")
-        num_experts = fields.positive("num_experts", "num_local_experts")
-        top_k = fields.positive("num_experts_per_tok")
+        self.require("hidden_act", "silu")
+        heads, kv_heads, head_dim = self.heads()
+        num_experts = self.positive("num_experts", "num_local_experts")
+        top_k = self.positive("num_experts_per_tok", "experts_per_token")
         if top_k > num_experts:
             raise UserError(
-                f"{source}: num_experts_per_tok = {top_k} exceeds num_experts = {num_experts}"
+                f"{self.source}: num_experts_per_tok = {top_k} exceeds num_experts = {num_experts}"
             )
-        sparse_step = fields.positive("decoder_sparse_step", default=1)
-        mlp_only = fields.get(list, "mlp_only_layers", default=[])
-        return cls(
-            vocab_size=fields.positive("vocab_size"),
-            hidden_size=fields.positive("hidden_size"),
-            num_layers=num_layers,
+        return dict(
+            vocab_size=self.positive("vocab_size"),
+            hidden_size=self.positive("hidden_size"),
+            num_layers=self.positive("num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             num_experts=num_experts,
             top_k=top_k,
-            expert_width=fields.positive("moe_intermediate_size"),
-            dense_width=fields.positive("intermediate_size"),
-            norm_topk_prob=fields.get(bool, "norm_topk_prob", default=False),
-            rms_norm_eps=fields.get(float, "rms_norm_eps", default=1e-6),
-            rope_theta=fields.rope_theta(),
-            max_positions=fields.positive("max_position_embeddings", default=32768),
-            tie_word_embeddings=fields.get(bool, "tie_word_embeddings", default=False),
-            dense_layers=tuple(
-                layer
-                for layer in range(num_layers)
-                if layer in mlp_only or (layer + 1) % sparse_step
-            ),
+            rms_norm_eps=self.get(float, "rms_norm_eps", default=rms_norm_eps),
+            rope=self.rope(),
+            max_positions=self.positive("max_position_embeddings", default=max_positions),
+            tie_word_embeddings=self.get(bool, "tie_word_embeddings", default=False),
         )
-
-    def to_hf(self) -> dict[str, Any]:
-        """The `config.json` of this model, in the hub's spelling."""
-        return {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "num_experts": self.num_experts,
-            "num_experts_per_tok": self.top_k,
-            "moe_intermediate_size": self.expert_width,
-            "intermediate_size": self.dense_width,
-            "norm_topk_prob": self.norm_topk_prob,
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": None,
-            "max_position_embeddings": self.max_positions,
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "mlp_only_layers": list(self.dense_layers),
-            "decoder_sparse_step": 1,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "use_sliding_window": False,
-        }
-
-    @property
-    def moe_layers(self) -> tuple[int, ...]:
-        """The layers with experts, ascending."""
-        return tuple(i for i in range(self.num_layers) if i not in self.dense_layers)
-
-    def default_aux_layers(self) -> tuple[int, int, int]:
-        """Layers whose outputs EAGLE-3 reads unless the head says otherwise (SGLang's default)."""
-        return (1, self.num_layers // 2 - 1, self.num_layers - 4)
-
-
-@dataclasses.dataclass(frozen=True)
-class Eagle3Config:
-    """An EAGLE-3 head of one Llama layer (`LlamaForCausalLMEagle3`)."""
-
-    hidden_size: int
-    target_hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int  # the target's
-    draft_vocab_size: int | None  # None: the head shares the target's lm_head and vocabulary
-    rms_norm_eps: float
-    rope_theta: float
-    aux_layer_ids: tuple[int, ...] | None  # outputs of these layers; None: the target's default
-    norm_before_residual: bool = False  # the residual starts from hidden_norm(g), not from g
-
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any], source: str) -> "Eagle3Config":
-        """Reads the head's `config.json`.
-
-        Raises:
-          UserError: naming `source` and the key; among others for a flag of a newer EAGLE that
-            is true and unknown here, because ignoring it would ruin acceptance silently.
-        """
-        fields = _Fields(raw, source)
-        architectures = fields.get(list, "architectures", default=[])
-        if architectures and architectures != ["LlamaForCausalLMEagle3"]:
-            raise UserError(f"{source}: architectures = {architectures} is no EAGLE-3 head")
-        fields.require("hidden_act", "silu")
-        fields.require("attention_bias", False)
-        fields.require("mlp_bias", False)
-        fields.require("num_hidden_layers", 1)
-        eagle = fields.get(dict, "eagle_config", default={})
-        for scope, prefix in ((raw, ""), (eagle, "eagle_config.")):
-            for flag, value in scope.items():
-                if value is True and flag not in _KNOWN_TRUE_FLAGS:
-                    raise UserError(f"{source}: {prefix}{flag} = true is not supported")
-        heads, kv_heads, head_dim = fields.heads()
-        ids = eagle.get("eagle_aux_hidden_state_layer_ids")
-        if ids is not None:
-            if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
-                raise UserError(f"{source}: eagle_aux_hidden_state_layer_ids = {ids!r} is invalid")
-            if len(set(ids)) != len(ids):
-                raise UserError(f"{source}: eagle_aux_hidden_state_layer_ids = {ids} repeats")
-        hidden_size = fields.positive("hidden_size")
-        draft_vocab = fields.get(int, "draft_vocab_size", default=None)
-        return cls(
-            hidden_size=hidden_size,
-            target_hidden_size=fields.positive("target_hidden_size", default=hidden_size),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            intermediate_size=fields.positive("intermediate_size"),
-            vocab_size=fields.positive("vocab_size"),
-            draft_vocab_size=draft_vocab,
-            rms_norm_eps=fields.get(float, "rms_norm_eps", default=1e-6),
-            rope_theta=fields.rope_theta(),
-            aux_layer_ids=None if ids is None else tuple(sorted(ids)),
-            norm_before_residual=fields.get(bool, "norm_before_residual", default=False),
-        )
-
-    def to_hf(self) -> dict[str, Any]:
-        """The `config.json` of this head, as published heads write it."""
-        raw = {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
-            "hidden_size": self.hidden_size,
-            "target_hidden_size": self.target_hidden_size,
-            "num_hidden_layers": 1,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.intermediate_size,
-            "vocab_size": self.vocab_size,
-            "draft_vocab_size": self.draft_vocab_size,
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-            "norm_before_residual": self.norm_before_residual,
-        }
-        if self.aux_layer_ids is not None:
-            raw["eagle_config"] = {
-                "eagle_aux_hidden_state_layer_ids": list(self.aux_layer_ids),
-                "use_aux_hidden_state": True,
-            }
-        return raw
-
-
-# Flags that may be true: one that is implemented, and those of published heads that change nothing.
-_KNOWN_TRUE_FLAGS = frozenset(
-    {"norm_before_residual", "use_cache", "use_aux_hidden_state", "tie_word_embeddings"}
-)

@@ -10,6 +10,8 @@ On later steps of a draft the carried hidden takes the place of g, and fc is ski
 `norm_before_residual` add the attention to hidden_norm(g) instead.
 """
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -17,9 +19,111 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from acceptmoe_jax.errors import UserError
 from acceptmoe_jax.models.attention import Attention, LayerCache
-from acceptmoe_jax.models.config import Eagle3Config
+from acceptmoe_jax.models.config import AttentionConfig, ConfigReader, RopeConfig
 from acceptmoe_jax.models.layers import Embedding, GatedMLP, Linear, RMSNorm
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Config:
+    """An EAGLE-3 head of one Llama layer (`LlamaForCausalLMEagle3`)."""
+
+    hidden_size: int
+    target_hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int  # the target's
+    draft_vocab_size: int | None  # None: the head shares the target's lm_head and vocabulary
+    rms_norm_eps: float
+    rope: RopeConfig
+    aux_layer_ids: tuple[int, ...] | None  # outputs of these layers; None: the target's default
+    norm_before_residual: bool = False  # the residual starts from hidden_norm(g), not from g
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], source: str) -> "Eagle3Config":
+        """Reads the head's `config.json`.
+
+        Raises:
+          UserError: naming `source` and the key; among others for a flag of a newer EAGLE that
+            is true and unknown here, because ignoring it would ruin acceptance silently.
+        """
+        fields = ConfigReader(raw, source)
+        architectures = fields.get(list, "architectures", default=[])
+        if architectures and architectures != ["LlamaForCausalLMEagle3"]:
+            raise UserError(f"{source}: architectures = {architectures} is no EAGLE-3 head")
+        fields.require("hidden_act", "silu")
+        fields.require("attention_bias", False)
+        fields.require("mlp_bias", False)
+        fields.require("num_hidden_layers", 1)
+        eagle = fields.get(dict, "eagle_config", default={})
+        for scope, prefix in ((raw, ""), (eagle, "eagle_config.")):
+            for flag, value in scope.items():
+                if value is True and flag not in _KNOWN_TRUE_FLAGS:
+                    raise UserError(f"{source}: {prefix}{flag} = true is not supported")
+        heads, kv_heads, head_dim = fields.heads()
+        ids = eagle.get("eagle_aux_hidden_state_layer_ids")
+        if ids is not None:
+            if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+                raise UserError(f"{source}: eagle_aux_hidden_state_layer_ids = {ids!r} is invalid")
+            if len(set(ids)) != len(ids):
+                raise UserError(f"{source}: eagle_aux_hidden_state_layer_ids = {ids} repeats")
+        hidden_size = fields.positive("hidden_size")
+        draft_vocab = fields.get(int, "draft_vocab_size", default=None)
+        return cls(
+            hidden_size=hidden_size,
+            target_hidden_size=fields.positive("target_hidden_size", default=hidden_size),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate_size=fields.positive("intermediate_size"),
+            vocab_size=fields.positive("vocab_size"),
+            draft_vocab_size=draft_vocab,
+            rms_norm_eps=fields.get(float, "rms_norm_eps", default=1e-6),
+            rope=fields.rope(),
+            aux_layer_ids=None if ids is None else tuple(sorted(ids)),
+            norm_before_residual=fields.get(bool, "norm_before_residual", default=False),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` of this head, as published heads write it."""
+        raw = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "hidden_size": self.hidden_size,
+            "target_hidden_size": self.target_hidden_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate_size,
+            "vocab_size": self.vocab_size,
+            "draft_vocab_size": self.draft_vocab_size,
+            "rms_norm_eps": self.rms_norm_eps,
+            **self.rope.to_hf(),
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "norm_before_residual": self.norm_before_residual,
+        }
+        if self.aux_layer_ids is not None:
+            raw["eagle_config"] = {
+                "eagle_aux_hidden_state_layer_ids": list(self.aux_layer_ids),
+                "use_aux_hidden_state": True,
+            }
+        return raw
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """Of the head's only layer."""
+        return AttentionConfig(self.num_heads, self.num_kv_heads, self.head_dim, self.rope)
+
+
+# Flags that may be true: one that is implemented, and those of published heads that change nothing.
+_KNOWN_TRUE_FLAGS = frozenset(
+    {"norm_before_residual", "use_cache", "use_aux_hidden_state", "tie_word_embeddings"}
+)
 
 
 class DraftLayer(nn.Module):
@@ -32,9 +136,7 @@ class DraftLayer(nn.Module):
         self.input_layernorm = RMSNorm(c.rms_norm_eps)
         self.hidden_norm = RMSNorm(c.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(c.rms_norm_eps)
-        self.self_attn = Attention(
-            c.num_heads, c.num_kv_heads, c.head_dim, c.rope_theta, c.hidden_size
-        )
+        self.self_attn = Attention(c.attention, c.hidden_size)
         self.mlp = GatedMLP(c.intermediate_size)
 
     def __call__(self, embeddings, g, positions, mask, cache, start):

@@ -13,10 +13,11 @@ _normal = nn.initializers.normal(stddev=0.02)
 
 
 class Linear(nn.Module):
-    """`y = x W^T` with `W [out, in]`, no bias."""
+    """`y = x W^T`, with `W [out, in]`, or `y = x W^T + b`."""
 
     features: int
     axes: tuple[str, str]
+    use_bias: bool = False
 
     @nn.compact
     def __call__(
@@ -25,7 +26,11 @@ class Linear(nn.Module):
         """Products accumulate in float32; the result has `out_dtype`, or the dtype of `x`."""
         init = nn.with_logical_partitioning(_normal, self.axes)
         weight = self.param("weight", init, (self.features, x.shape[-1]))
-        return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=out_dtype)
+        y = jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=out_dtype)
+        if self.use_bias:
+            init = nn.with_logical_partitioning(nn.initializers.zeros, self.axes[:1])
+            y = y + self.param("bias", init, (self.features,)).astype(y.dtype)
+        return y
 
 
 class Embedding(nn.Module):

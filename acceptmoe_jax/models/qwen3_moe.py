@@ -1,181 +1,78 @@
-"""Qwen3-MoE as a functional Flax module.
+"""Qwen3-MoE: what a `config.json` of this family says of the decoder."""
 
-The module holds the dense parameters. Caches, expert banks and what a mixture-of-experts layer
-does with its router logits are arguments: the caller's `moe` function routes, restricts, runs
-the experts and counts, so that serving, offloading and training share this one model.
-"""
-
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-import flax.linen as nn
-import flax.struct
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
-
-from acceptmoe_jax.models.attention import Attention, LayerCache, empty_cache
-from acceptmoe_jax.models.config import Qwen3MoeConfig
-from acceptmoe_jax.models.experts import ExpertBank, init_bank
-from acceptmoe_jax.models.layers import Embedding, GatedMLP, Linear, RMSNorm
-
-# (layer, rows [R, D], router logits [R, E] float32, bank) -> (output [R, D], statistics)
-MoeFunction = Callable[[int, jax.Array, jax.Array, ExpertBank | None], tuple[jax.Array, Any]]
+from acceptmoe_jax.models.config import AttentionConfig, ConfigReader, TargetConfig
+from pallas_kernels.masked_expert_gemm import GatedActivation
 
 
-@flax.struct.dataclass
-class Forward:
-    """What one pass over T rows returns."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3MoeConfig(TargetConfig):
+    """Qwen3-MoE; `expert_width` is `moe_intermediate_size`."""
 
-    hidden: Float[Array, "... T D"]  # after the final norm; `unembed` turns it into logits
-    captured: Float[Array, "... T A"]  # outputs of the captured layers, concatenated in order
-    caches: tuple[LayerCache, ...] | None
-    moe: tuple[Any, ...]  # what `moe` returned beside its output, a MoE layer each
+    norm_topk_prob: bool
+    dense_layers: tuple[int, ...] = ()  # from mlp_only_layers and decoder_sparse_step
+    dense_width: int  # intermediate_size, the width of dense layers
 
+    router_name = "gate"
+    router_bias = False
+    expert_bias = False
 
-class Router(nn.Module):
-    """The router of a MoE layer; its weight is `mlp.gate.weight` on disk."""
-
-    num_experts: int
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... E"]:
-        """Router logits in float32: a softmax in bfloat16 ties logits that differ by 1e-4."""
-        gate = Linear(self.num_experts, ("expert", "embed"), name="gate")
-        return gate(x, out_dtype=jnp.float32)
-
-
-class DecoderLayer(nn.Module):
-    """Pre-norm attention, then a dense MLP or a mixture of experts."""
-
-    config: Qwen3MoeConfig
-    layer: int
-
-    def setup(self):
-        c = self.config
-        self.self_attn = Attention(
-            c.num_heads, c.num_kv_heads, c.head_dim, c.rope_theta, c.hidden_size, c.rms_norm_eps
-        )
-        self.input_layernorm = RMSNorm(c.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(c.rms_norm_eps)
-        dense = self.layer in c.dense_layers
-        self.mlp = GatedMLP(c.dense_width) if dense else Router(c.num_experts)
-
-    def __call__(self, x, positions, mask, cache, start, bank, moe: MoeFunction):
-        """Returns the layer's output [..., T, D], its cache, and a list of 0 or 1 statistics."""
-        with jax.named_scope("attention"):
-            y, cache = self.self_attn(self.input_layernorm(x), positions, mask, cache, start)
-            x = x + y
-        h = self.post_attention_layernorm(x)
-        if self.layer in self.config.dense_layers:
-            return x + self.mlp(h), cache, []
-        with jax.named_scope("experts"):
-            logits = self.mlp(h)
-            rows = h.reshape(-1, h.shape[-1])
-            y, info = moe(self.layer, rows, logits.reshape(-1, logits.shape[-1]), bank)
-        return x + y.reshape(x.shape), cache, [info]
-
-
-class Qwen3Moe(nn.Module):
-    """The whole model (`Qwen3MoeForCausalLM`)."""
-
-    config: Qwen3MoeConfig
-
-    def setup(self):
-        c = self.config
-        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
-        self.layers = [DecoderLayer(c, layer) for layer in range(c.num_layers)]
-        self.norm = RMSNorm(c.rms_norm_eps)
-        if not c.tie_word_embeddings:
-            self.lm_head = Linear(c.vocab_size, ("vocab", "embed"))
-
-    def __call__(
-        self,
-        tokens: Int[Array, "... T"],
-        positions: Int[Array, "... T"],
-        mask: Bool[Array, "... T S"],
-        *,
-        banks: Sequence[ExpertBank | None],
-        moe: MoeFunction,
-        caches: Sequence[LayerCache] | None = None,
-        start: Int[Array, ""] | None = None,
-        capture: tuple[int, ...] = (),
-    ) -> Forward:
-        """Runs T rows.
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], source: str) -> "Qwen3MoeConfig":
+        """Reads a `config.json`.
 
         Args:
-          tokens: token ids.
-          positions: rotary positions; in a draft tree, prefix length + depth.
-          mask: which columns each row sees. Without caches S = T; with caches S is their length
-            and the rows are written at cache row `start` first.
-          banks: the experts of each layer; None for dense layers.
-          moe: what a MoE layer does with its rows and router logits.
-          caches: one a layer, for a single sequence (no leading axes); None in training.
-          start: int32 cache row of the first new row.
-          capture: ids of the layers whose outputs are returned (EAGLE-3 reads three).
+          raw: the parsed file.
+          source: its name, for messages.
+
+        Raises:
+          UserError: naming `source` and the key, if a key is missing, has a wrong type or asks
+            for something that is not implemented.
         """
-        x = self.embed_tokens(tokens)
-        new_caches, infos, captured = [], [], []
-        for layer, module in enumerate(self.layers):
-            cache = None if caches is None else caches[layer]
-            x, cache, info = module(x, positions, mask, cache, start, banks[layer], moe)
-            new_caches.append(cache)
-            infos.extend(info)
-            if layer in capture:
-                captured.append(x)
-        return Forward(
-            hidden=self.norm(x),
-            captured=jnp.concatenate(captured, axis=-1) if captured else x[..., :0],
-            caches=None if caches is None else tuple(new_caches),
-            moe=tuple(infos),
+        fields = ConfigReader(raw, source)
+        fields.require("model_type", "qwen3_moe")
+        fields.require("attention_bias", False)
+        fields.require("use_sliding_window", False)
+        shared = fields.shared(rms_norm_eps=1e-6, max_positions=32768)
+        sparse_step = fields.positive("decoder_sparse_step", default=1)
+        mlp_only = fields.get(list, "mlp_only_layers", default=[])
+        return cls(
+            **shared,
+            expert_width=fields.positive("moe_intermediate_size"),
+            norm_topk_prob=fields.get(bool, "norm_topk_prob", default=False),
+            dense_layers=tuple(
+                layer
+                for layer in range(shared["num_layers"])
+                if layer in mlp_only or (layer + 1) % sparse_step
+            ),
+            dense_width=fields.positive("intermediate_size"),
         )
 
-    def embed(self, tokens: Int[Array, "... T"]) -> Float[Array, "... T D"]:
-        """The embedding of each token; the draft head shares it."""
-        return self.embed_tokens(tokens)
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` of this model, in the hub's spelling."""
+        return {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            **self.shared_hf(),
+            "num_experts": self.num_experts,
+            "moe_intermediate_size": self.expert_width,
+            "intermediate_size": self.dense_width,
+            "norm_topk_prob": self.norm_topk_prob,
+            "mlp_only_layers": list(self.dense_layers),
+            "decoder_sparse_step": 1,
+            "attention_bias": False,
+            "use_sliding_window": False,
+        }
 
-    def unembed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-        """Float32 logits of rows that already passed the final norm."""
-        if self.config.tie_word_embeddings:
-            return self.embed_tokens.unembed(hidden)
-        return self.lm_head(hidden, out_dtype=jnp.float32)
+    @property
+    def attention(self) -> AttentionConfig:
+        return AttentionConfig(
+            self.num_heads, self.num_kv_heads, self.head_dim, self.rope, self.rms_norm_eps
+        )
 
-    def declare(self) -> None:
-        """Touches every parameter, so that `init` declares the whole tree."""
-        row = jnp.zeros((1,), jnp.int32)
-        c = self.config
-        out = self(row, row, jnp.ones((1, 1), bool), banks=(None,) * c.num_layers, moe=_no_experts)
-        self.unembed(out.hidden)
-
-
-def _no_experts(layer: int, x: jax.Array, logits: jax.Array, bank: None) -> tuple[jax.Array, None]:
-    del layer, logits, bank
-    return x, None
-
-
-def init_params(key: jax.Array, config: Qwen3MoeConfig) -> dict[str, Any]:
-    """Random dense parameters in float32, as a nested dict with logical axes unboxed."""
-    return nn.unbox(Qwen3Moe(config).init(key, method="declare")["params"])
-
-
-def abstract_params(config: Qwen3MoeConfig, dtype: jnp.dtype) -> dict[str, Any]:
-    """Shapes of the dense parameters without allocating any: `jax.ShapeDtypeStruct` leaves."""
-    tree = jax.eval_shape(lambda: init_params(jax.random.key(0), config))
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), tree)
-
-
-def init_banks(key: jax.Array, config: Qwen3MoeConfig) -> tuple[ExpertBank | None, ...]:
-    """Random experts in float32, a bank for each MoE layer and None for a dense one."""
-    keys = jax.random.split(key, config.num_layers)
-    return tuple(
-        None if layer in config.dense_layers else init_bank(keys[layer], config)
-        for layer in range(config.num_layers)
-    )
-
-
-def empty_caches(config: Qwen3MoeConfig, rows: int, dtype: jnp.dtype) -> tuple[LayerCache, ...]:
-    """Preallocated caches of `rows` positions, one a layer."""
-    return tuple(
-        empty_cache(rows, config.num_kv_heads, config.head_dim, dtype)
-        for _ in range(config.num_layers)
-    )
+    @property
+    def activation(self) -> GatedActivation:
+        return GatedActivation()

@@ -1,6 +1,6 @@
-"""Tasks, text and tokenizer of the pocket checkpoint: everything its training reads, from seeds.
+"""Tasks, text and tokenizer of the pocket checkpoints: everything their training reads, from seeds.
 
 `families` draws the four task families, `drills` the arithmetic they rest on, `real_text` adds
-natural text, `tokenizer` is the byte-level BPE, `corpus` packs all of it into rows for training,
-and `scoring` judges completions.
+natural text, `chat` writes tasks as chats, `tokenizer` is the byte-level BPE, `corpus` packs all of
+it into rows for training, and `scoring` judges completions.
 """

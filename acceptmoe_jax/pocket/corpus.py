@@ -10,7 +10,7 @@ import numpy as np
 import tokenizers
 from jaxtyping import Float32, Int32
 
-from acceptmoe_jax.pocket import drills, families, real_text, tokenizer as pocket_tokenizer
+from acceptmoe_jax.pocket import chat, drills, families, real_text
 from acceptmoe_jax.pocket.records import Record
 
 PROMPT_WEIGHT = 0.1
@@ -60,20 +60,19 @@ class PackedRows:
 
 
 def record_documents(tokenizer: tokenizers.Tokenizer, records: Sequence[Record]) -> list[Document]:
-    """Chat documents, as the chat template renders them; weight 0.1 on prompts, 1 on completions.
+    """Chat documents of the tokenizer's format; weight 0.1 on prompts, 1 on completions.
 
-    `<|end|>` counts to the completion, `<|assistant|>` to the prompt.
+    What the template writes before the model's turn counts to the prompt, what it writes in that
+    turn (the stop token, for one) to the completion.
     """
-    user, assistant, end = map(
-        tokenizer.token_to_id,
-        (pocket_tokenizer.USER, pocket_tokenizer.ASSISTANT, pocket_tokenizer.END),
-    )
-    prompts = _encode(tokenizer, [record.prompt for record in records])
-    completions = _encode(tokenizer, [record.completion for record in records])
+    chat_format = chat.format_of(tokenizer)
+    rendered = [chat_format.render(record) for record in records]
+    prompts = _encode(tokenizer, [prompt for prompt, _ in rendered])
+    completions = _encode(tokenizer, [completion for _, completion in rendered])
     return [
         Document(
-            [user, *prompt, assistant, *completion, end],
-            [0.0] + [PROMPT_WEIGHT] * (len(prompt) + 1) + [1.0] * (len(completion) + 1),
+            [*prompt, *completion],
+            [0.0] + [PROMPT_WEIGHT] * (len(prompt) - 1) + [1.0] * len(completion),
         )
         for prompt, completion in zip(prompts, completions)
     ]
@@ -99,7 +98,7 @@ def text_documents(
     tokenizer: tokenizers.Tokenizer, texts: Sequence[str], row_length: int = ROW_LENGTH
 ) -> list[Document]:
     """Plain text with weight 1, cut to `row_length`; `<|endoftext|>` ends each uncut one."""
-    end = tokenizer.token_to_id(pocket_tokenizer.END_OF_TEXT)
+    end = tokenizer.token_to_id(chat.END_OF_TEXT)
     documents = []
     for ids in _encode(tokenizer, texts):
         tokens = [*ids, end][:row_length]
@@ -217,11 +216,17 @@ def training_rows(
 
 
 def tokenizer_texts(
-    seed: int, count: int = 20_000, gsm8k_train: str | os.PathLike | None = None
+    seed: int,
+    chat_format: chat.ChatFormat,
+    count: int = 20_000,
+    gsm8k_train: str | os.PathLike | None = None,
 ) -> Iterator[str]:
-    """Texts to train the tokenizer on: all families and real text, training splits only."""
+    """Texts to train the tokenizer on: all families and real text, training splits only.
+
+    Records come as the format writes them, but for the special tokens, so that its recurring
+    words become tokens.
+    """
     for family in families.FAMILIES:
         for record in itertools.islice(families.stream(family, "train", seed), count // 4):
-            yield record.prompt
-            yield record.completion
+            yield from chat_format.plain_pieces(record)
     yield from itertools.islice(real_text.stream(seed, gsm8k_train), count // 20)

@@ -16,6 +16,7 @@ from acceptmoe_jax.runtime.pretrained import Pretrained, load_pretrained
 from acceptmoe_jax.runtime.statistics import DecodeStatistics
 from acceptmoe_jax.selection import CommitmentTable, SelectorConfig
 from acceptmoe_jax.speculation import TreeConfig
+from acceptmoe_jax.text import harmony
 from acceptmoe_jax.text.stopping import StopReason, StopRules
 
 COMMITMENT_FILE = "commitment.json"
@@ -35,7 +36,9 @@ class Generation:
     Attributes:
       prompt_ids: what the target read.
       token_ids: what it emitted, the stop token included.
-      text: decoded, cut before a stop string, without special tokens.
+      text: decoded, cut before a stop string, without special tokens; of a model that speaks
+        harmony (GPT-OSS) the final channel alone, empty if the answer ended before it.
+      reasoning: what such a model wrote in its analysis channel; else empty.
       stop_reason: why it ended.
       statistics: what was counted on the way.
     """
@@ -43,6 +46,7 @@ class Generation:
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     text: str
+    reasoning: str
     stop_reason: StopReason
     statistics: DecodeStatistics
 
@@ -158,16 +162,23 @@ class Engine:
             )
         return selector
 
-    def encode(self, prompt: Prompt, chat: bool | None = None) -> tuple[int, ...]:
+    def encode(
+        self,
+        prompt: Prompt,
+        chat: bool | None = None,
+        chat_variables: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
         """Token ids of a prompt.
 
         Args:
           prompt: see `Prompt`.
           chat: render a text as a user's message by the model's chat template; by default if the
             model has one.
+          chat_variables: for the chat template, such as `{"reasoning_effort": "low"}`.
 
         Raises:
-          UserError: if the prompt is empty or holds ids that the model does not know.
+          UserError: if the prompt is empty or holds ids that the model does not know, or if a
+            variable has no chat template that reads it.
         """
         if isinstance(prompt, str):
             if not prompt.strip():
@@ -176,8 +187,20 @@ class Engine:
                 prompt = [{"role": "user", "content": prompt}]
             else:
                 prompt = self.tokenizer.encode(prompt)
+        variables = dict(chat_variables or {})
         if prompt and isinstance(prompt[0], Mapping):
-            prompt = self.tokenizer.encode_chat(prompt)
+            unknown = variables.keys() - self.tokenizer.template_variables
+            if unknown and self.tokenizer.has_chat_template:
+                raise UserError(
+                    f"{', '.join(sorted(unknown))}: the chat template of "
+                    f"{self.tokenizer.directory} knows no such setting"
+                )
+            prompt = self.tokenizer.encode_chat(prompt, **variables)
+        elif variables:
+            raise UserError(
+                f"{', '.join(sorted(variables))}: a setting of chat templates, and the prompt is "
+                "not rendered by one"
+            )
         ids = tuple(int(token) for token in prompt)
         if not ids:
             raise UserError("the prompt is empty")
@@ -194,6 +217,7 @@ class Engine:
         max_new_tokens: int = 256,
         stop_strings: Sequence[str] = (),
         chat: bool | None = None,
+        chat_variables: Mapping[str, Any] | None = None,
         audit: bool = False,
         on_tokens: Callable[[int, tuple[int, ...]], None] | None = None,
     ) -> list[Generation]:
@@ -203,8 +227,9 @@ class Engine:
           prompts: see `Prompt`.
           selector: "autoregressive", a policy's name or its config.
           max_new_tokens: limit for each answer.
-          stop_strings: texts that end an answer, beside the model's stop tokens.
-          chat: see `encode`.
+          stop_strings: texts that end an answer, beside the model's stop tokens; as `text`, they
+            leave reasoning aside.
+          chat, chat_variables: see `encode`.
           audit: verify every block once more under native routing, outside the timed seconds.
           on_tokens: called with the prompt's index and its new tokens after every forward.
 
@@ -214,7 +239,7 @@ class Engine:
         if selector != AUTOREGRESSIVE:
             selector = self.selector(selector)
         rules = StopRules(self.tokenizer.stop_ids, tuple(stop_strings), max_new_tokens)
-        encoded = [self.encode(prompt, chat) for prompt in prompts]
+        encoded = [self.encode(prompt, chat, chat_variables) for prompt in prompts]
         for index, ids in enumerate(encoded):
             if len(ids) + max_new_tokens > self.max_length:
                 raise UserError(
@@ -236,16 +261,20 @@ class Engine:
         )
         state = self._prefill(ids, rules.max_new_tokens, statistics)
         forward = self._plain_forward if selector == AUTOREGRESSIVE else self._tree_forward
-        emitted, run = [], (int(state.last_token),)
+        channels = harmony.ChannelReader(self.tokenizer, ids)
+        emitted, shown, run = [], [], (int(state.last_token),)
         while True:
-            kept, reason = rules.cut(emitted, run, self.tokenizer.decode)
-            emitted.extend(kept)
-            on_tokens(kept)
+            kept, reason = rules.cut(shown, channels.shown(run), self.tokenizer.decode)
+            run = run[: len(kept)]
+            emitted.extend(run)
+            shown.extend(kept)
+            on_tokens(run)
             if reason is not None:
                 break
             state, run = forward(state, selector, statistics, audit)
-        text = rules.trim(self.tokenizer.decode(emitted))
-        return Generation(ids, tuple(emitted), text, reason, statistics)
+        answer = harmony.read_answer(self.tokenizer, ids, emitted)
+        text = rules.trim(answer.final)
+        return Generation(ids, tuple(emitted), text, answer.analysis, reason, statistics)
 
     def _prefill(self, ids, max_new_tokens, statistics) -> programs.DecodeState:
         chunks = _split(ids)

@@ -6,17 +6,20 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from acceptmoe_jax.errors import UserError
-from acceptmoe_jax.models import eagle3, qwen3_moe
-from acceptmoe_jax.models.config import Eagle3Config, Qwen3MoeConfig
-from acceptmoe_jax.models.experts import abstract_bank, resident_bank
+from acceptmoe_jax.models import eagle3
+from acceptmoe_jax.models.config import TargetConfig
+from acceptmoe_jax.models.eagle3 import Eagle3Config
+from acceptmoe_jax.models.experts import resident_bank
+from acceptmoe_jax.models.gpt_oss import GptOssConfig
+from acceptmoe_jax.models.qwen3_moe import Qwen3MoeConfig
 from acceptmoe_jax.runtime.programs import Setup, Weights
 from acceptmoe_jax.selection import config_hash
 from acceptmoe_jax.speculation import TreeConfig
 from acceptmoe_jax.text.tokenizer import Tokenizer
 from acceptmoe_jax.weights.checkpoint import Checkpoint, resolve_directory
 from acceptmoe_jax.weights.eagle3 import load_eagle3, owns_embedding, owns_output
-from acceptmoe_jax.weights.key_maps import bank_names, qwen3_moe_key
-from acceptmoe_jax.weights.loading import load_trees, plan_tree
+from acceptmoe_jax.weights.loading import load_trees
+from acceptmoe_jax.weights.targets import plan_target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +49,7 @@ def load_pretrained(
     """Loads a target and a head from directories or hub ids.
 
     Args:
-      target: of a Qwen3-MoE model.
+      target: of a Qwen3-MoE or GPT-OSS model.
       draft: of an EAGLE-3 head for it; None for plain decoding.
       dtype: of the weights in memory.
       tree: shape of the draft trees.
@@ -56,7 +59,7 @@ def load_pretrained(
       UserError: naming the file, key or flag, for anything missing, damaged or mismatched.
     """
     checkpoint = Checkpoint.open(resolve_directory(target))
-    config = Qwen3MoeConfig.from_hf(checkpoint.config, checkpoint.config_file)
+    config = target_config(checkpoint)
     tokenizer = Tokenizer.from_directory(checkpoint.directory)
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
@@ -82,26 +85,36 @@ def load_pretrained(
     return Pretrained(setup, weights, tokenizer, checkpoint, head_checkpoint)
 
 
+def target_config(checkpoint: Checkpoint) -> TargetConfig:
+    """The config of a target, whose `model_type` says which family it is of.
+
+    Raises:
+      UserError: naming the file and the key, also where the family is another.
+    """
+    families = {"qwen3_moe": Qwen3MoeConfig, "gpt_oss": GptOssConfig}
+    family = checkpoint.config.get("model_type")
+    if family not in families:
+        raise UserError(
+            f"{checkpoint.config_file}: model_type = {family!r} is not supported "
+            f"(only {', '.join(families)})"
+        )
+    return families[family].from_hf(checkpoint.config, checkpoint.config_file)
+
+
 def load_target(
     checkpoint: Checkpoint,
-    config: Qwen3MoeConfig,
+    config: TargetConfig,
     dtype: jnp.dtype,
     progress: Callable[[int], None] | None = None,
 ) -> Weights:
     """Loads the dense parameters and every expert of a target; arguments as `load_pretrained`.
 
+    Experts that are stored as MXFP4 stay packed in memory.
+
     Raises:
       UserError: naming file and keys, if the tensors are not exactly those of the config.
     """
-    bank = abstract_bank(config, dtype)
-    matrices = {"gate": bank.gate, "up": bank.up, "down": bank.down}
-    plans = [
-        plan_tree(qwen3_moe.abstract_params(config, dtype), qwen3_moe_key, dtype=dtype),
-        *(
-            plan_tree(matrices, bank_names(layer, config.num_experts), dtype=dtype)
-            for layer in config.moe_layers
-        ),
-    ]
+    plans = plan_target(checkpoint, config, dtype)
     params, *loaded = load_trees(checkpoint, plans, progress=progress)
     banks = dict(zip(config.moe_layers, loaded))
     return Weights(

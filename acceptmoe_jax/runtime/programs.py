@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from acceptmoe_jax.models import qwen3_moe
+from acceptmoe_jax.models import decoder
 from acceptmoe_jax.models.attention import LayerCache, causal_mask, empty_cache
-from acceptmoe_jax.models.config import Eagle3Config, Qwen3MoeConfig
-from acceptmoe_jax.models.eagle3 import Eagle3Head
-from acceptmoe_jax.models.experts import ExpertBank
+from acceptmoe_jax.models.config import TargetConfig
+from acceptmoe_jax.models.eagle3 import Eagle3Config, Eagle3Head
 from acceptmoe_jax.selection import SelectorConfig, select
 from acceptmoe_jax.speculation import (
     Acceptance,
@@ -32,14 +31,14 @@ from acceptmoe_jax.speculation import (
     grow,
     positions,
 )
-from pallas_kernels.masked_expert_gemm import masked_expert_gemm
+from pallas_kernels.masked_expert_gemm import ExpertBank, masked_expert_gemm
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
     """What is static in every program: the two architectures and the tree."""
 
-    target: Qwen3MoeConfig
+    target: TargetConfig
     head: Eagle3Config | None
     capture: tuple[int, ...]  # target layers whose outputs the head reads, ascending
     owns_embedding: bool  # the head brings its own embedding
@@ -128,7 +127,7 @@ def empty_state(setup: Setup, rows: int, dtype: jnp.dtype) -> DecodeState:
             hidden=jnp.zeros(setup.head.hidden_size, dtype),
         )
     return DecodeState(
-        caches=qwen3_moe.empty_caches(setup.target, rows, dtype),
+        caches=decoder.empty_caches(setup.target, rows, dtype),
         length=jnp.int32(0),
         last_token=jnp.int32(0),
         draft=draft,
@@ -266,14 +265,12 @@ def _moe(setup, selector, depth, valid, phat, eligible_override):
         chosen = select(logits, depth, valid, phat, config=selector, eligible_override=override)
         y = masked_expert_gemm(
             x,
-            bank.gate,
-            bank.up,
-            bank.down,
-            bank.slot_of,
+            bank,
             chosen.expert_ids,
             jnp.where(valid[:, None], chosen.weights, 0),
             chosen.used_ids,
             chosen.used_count,
+            activation=setup.target.activation,
             implementation=setup.expert_implementation,
         )
         return y, LayerCounts(
@@ -289,8 +286,8 @@ def _stack(counts: tuple[LayerCounts, ...]) -> LayerCounts:
     return jax.tree.map(lambda *layers: jnp.stack(layers), *counts)
 
 
-def _target(setup, weights, state, tokens, row_positions, mask, moe) -> qwen3_moe.Forward:
-    return qwen3_moe.Qwen3Moe(setup.target).apply(
+def _target(setup, weights, state, tokens, row_positions, mask, moe) -> decoder.Forward:
+    return decoder.Decoder(setup.target).apply(
         {"params": weights.target},
         tokens,
         row_positions,
@@ -304,7 +301,7 @@ def _target(setup, weights, state, tokens, row_positions, mask, moe) -> qwen3_mo
 
 
 def _unembed(setup, weights, hidden):
-    model = qwen3_moe.Qwen3Moe(setup.target)
+    model = decoder.Decoder(setup.target)
     return model.apply({"params": weights.target}, hidden, method="unembed")
 
 
@@ -325,7 +322,7 @@ def _draft(setup, weights, method, *args):
 def _draft_embed(setup, weights, tokens):
     if setup.owns_embedding:
         return _draft(setup, weights, "embed", tokens)
-    model = qwen3_moe.Qwen3Moe(setup.target)
+    model = decoder.Decoder(setup.target)
     return model.apply({"params": weights.target}, tokens, method="embed")
 
 

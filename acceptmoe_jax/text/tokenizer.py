@@ -15,6 +15,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.sandbox
 import tokenizers
 
@@ -35,11 +36,13 @@ class Tokenizer:
       directory: where it came from, for messages.
       stop_ids: ids that end a generation; may be empty.
       special_tokens: `eos_token` and the like, as templates see them.
+      template_variables: what the chat template reads; empty without one.
     """
 
     directory: pathlib.Path
     stop_ids: frozenset[int]
     special_tokens: Mapping[str, str]
+    template_variables: frozenset[str]
     _tokenizer: tokenizers.Tokenizer
     _template: jinja2.Template | None
 
@@ -62,12 +65,14 @@ class Tokenizer:
         if stop_ids is None and "eos_token" in special_tokens:
             eos_id = tokenizer.token_to_id(special_tokens["eos_token"])
             stop_ids = None if eos_id is None else frozenset({eos_id})
+        template, variables = _read_template(directory, config)
         return cls(
             directory,
             stop_ids or frozenset(),
             special_tokens,
+            variables,
             tokenizer,
-            _read_template(directory, config),
+            template,
         )
 
     @property
@@ -102,7 +107,8 @@ class Tokenizer:
         Args:
           messages: `{"role": ..., "content": ...}` each.
           add_generation_prompt: end with the opening of the assistant's answer.
-          **variables: for the template, such as `tools` or `enable_thinking`.
+          **variables: for the template, such as `tools`, `enable_thinking` or `reasoning_effort`;
+            it ignores those that are not among its `template_variables`.
 
         Raises:
           UserError: if there is no template, or if it refuses these messages.
@@ -142,7 +148,7 @@ class _GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _template_environment() -> jinja2.Environment:
+def template_environment() -> jinja2.Environment:
     """The environment that templates on the hub are written for (transformers')."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
@@ -185,7 +191,10 @@ def _read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _read_template(directory: pathlib.Path, config: Mapping[str, Any]) -> jinja2.Template | None:
+def _read_template(
+    directory: pathlib.Path, config: Mapping[str, Any]
+) -> tuple[jinja2.Template | None, frozenset[str]]:
+    """The chat template, if there is one, and the variables that it reads."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         source = path.read_text(encoding="utf-8")
@@ -194,15 +203,17 @@ def _read_template(directory: pathlib.Path, config: Mapping[str, Any]) -> jinja2
         source = config.get("chat_template")
     match source:
         case None:
-            return None
+            return None, frozenset()
         case str(text):
             pass
         case [*named] if "default" in (texts := _named_templates(named)):
             text = texts["default"]
         case _:
             raise UserError(f"{path}: chat_template is neither a text nor a list with a default")
+    environment = template_environment()
     try:
-        return _template_environment().from_string(text)
+        variables = jinja2.meta.find_undeclared_variables(environment.parse(text))
+        return environment.from_string(text), frozenset(variables)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(
             f"{path}: the chat template is not valid jinja (line {error.lineno}): {error.message}"

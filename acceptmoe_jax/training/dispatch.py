@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from acceptmoe_jax.models.experts import ExpertBank
-from acceptmoe_jax.models.qwen3_moe import MoeFunction
+from acceptmoe_jax.models.config import TargetConfig
+from acceptmoe_jax.models.decoder import MoeFunction
+from pallas_kernels.masked_expert_gemm import ExpertBank, GatedActivation
 
 
 @flax.struct.dataclass
@@ -89,6 +90,7 @@ def run_experts(
     expert_ids: Int[Array, "R k"],
     weights: Float[Array, "R k"],
     bank: ExpertBank,
+    activation: GatedActivation,
     block: int,
 ) -> Float[Array, "R D"]:
     """The weighted sum of each row's k experts; differentiable in x, the weights and the bank.
@@ -97,16 +99,21 @@ def run_experts(
       x: rows.
       expert_ids: distinct experts of each row. The bank holds all experts, in order.
       weights: of the experts' outputs.
-      bank: the experts.
+      bank: the experts, as arrays.
+      activation: between their products.
       block: rows of a block, a compromise between waste and the size of a product.
     """
     rows, k = expert_ids.shape
     blocks = sort_into_blocks(expert_ids, bank.gate.shape[0], block)
     grouped = _take(x, blocks.row_of, blocks.slot_of).reshape(-1, block, x.shape[-1])
-    gate, up, down = (matrix[blocks.expert_of_block] for matrix in (bank.gate, bank.up, bank.down))
-    hidden = jax.nn.silu(jnp.einsum("gbd,gfd->gbf", grouped, gate))
-    hidden = hidden * jnp.einsum("gbd,gfd->gbf", grouped, up)
-    out = jnp.einsum("gbf,gdf->gbd", hidden, down).reshape(-1, x.shape[-1])
+    experts = blocks.expert_of_block
+
+    def project(rows: jax.Array, matrix: jax.Array, bias: jax.Array | None) -> jax.Array:
+        y = jnp.einsum("gbi,goi->gbo", rows, matrix[experts])
+        return y if bias is None else y + bias[experts][:, None]
+
+    gate, up = project(grouped, bank.gate, bank.gate_bias), project(grouped, bank.up, bank.up_bias)
+    out = project(activation(gate, up), bank.down, bank.down_bias).reshape(-1, x.shape[-1])
     out = _take(out, blocks.slot_of.reshape(-1), blocks.assignment_of[:, None])
     return jnp.einsum("rk,rkd->rd", weights, out.reshape(rows, k, -1))
 
@@ -131,14 +138,11 @@ def balance_statistics(
     )
 
 
-def training_moe(
-    top_k: int, norm_topk_prob: bool, valid: Bool[Array, "R"], block: int = 128
-) -> MoeFunction:
-    """The `moe` function of `Qwen3Moe` for training; its statistics are `RouterStats`.
+def training_moe(config: TargetConfig, valid: Bool[Array, "R"], block: int = 128) -> MoeFunction:
+    """The `moe` function of `Decoder` for training; its statistics are `RouterStats`.
 
     Args:
-      top_k: experts a row.
-      norm_topk_prob: whether the k weights are renormalised to sum to 1.
+      config: says how many experts a row takes, how they are weighted, and their activation.
       valid: rows that are not padding.
       block: see `run_experts`.
     """
@@ -148,10 +152,10 @@ def training_moe(
     ) -> tuple[jax.Array, RouterStats]:
         del layer
         probs = jax.nn.softmax(logits, axis=-1)
-        weights, expert_ids = jax.lax.top_k(probs, top_k)
-        if norm_topk_prob:
+        weights, expert_ids = jax.lax.top_k(probs, config.top_k)
+        if config.norm_topk_prob:
             weights = weights / weights.sum(axis=-1, keepdims=True)
-        y = run_experts(x, expert_ids, weights.astype(x.dtype), bank, block)
+        y = run_experts(x, expert_ids, weights.astype(x.dtype), bank, config.activation, block)
         return y, balance_statistics(probs, expert_ids, valid)
 
     return moe

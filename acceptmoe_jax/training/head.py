@@ -17,8 +17,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from acceptmoe_jax.models import eagle3
 from acceptmoe_jax.models.attention import LayerCache, empty_cache
-from acceptmoe_jax.models.config import Eagle3Config, Qwen3MoeConfig
-from acceptmoe_jax.models.qwen3_moe import Qwen3Moe
+from acceptmoe_jax.models.config import TargetConfig
+from acceptmoe_jax.models.decoder import Decoder
+from acceptmoe_jax.models.eagle3 import Eagle3Config
 from acceptmoe_jax.training import target
 from acceptmoe_jax.training.batches import Batch, packed_mask, shift_left
 
@@ -82,7 +83,7 @@ def teach(
     params: target.TargetParams,
     batch: Batch,
     target_ids: Int[Array, "V"],
-    config: Qwen3MoeConfig,
+    config: TargetConfig,
     aux_layer_ids: tuple[int, ...],
 ) -> Lesson:
     """Runs the target on a batch.
@@ -98,9 +99,7 @@ def teach(
     logits = target.unembed(params, out.hidden, config)
     draft_id = jnp.full(config.vocab_size, -1).at[target_ids].set(jnp.arange(len(target_ids)))
     return Lesson(
-        embeddings=Qwen3Moe(config).apply(
-            {"params": params["dense"]}, batch.tokens, method="embed"
-        ),
+        embeddings=Decoder(config).apply({"params": params["dense"]}, batch.tokens, method="embed"),
         captured=out.captured,
         probs=jax.nn.softmax(logits[..., target_ids], axis=-1),
         best=draft_id[jnp.argmax(logits, axis=-1)],

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from acceptmoe_jax import reporting
 from acceptmoe_jax.errors import UserError
 from acceptmoe_jax.files import read_json, write_atomically, write_json
 
@@ -151,9 +151,7 @@ def train(
     write_atomically(run.metrics_file, "".join(json.dumps(record) + "\n" for record in records))
     began = time.monotonic() - (records[-1]["seconds"] if records else 0.0)
 
-    progress = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    )
+    progress = reporting.progress()
     with run.manager() as manager, progress, run.metrics_file.open("a") as metrics_file:
         bar = progress.add_task("training", total=config.steps, completed=done)
         saved = logged = time.monotonic()
@@ -172,8 +170,8 @@ def train(
                 metrics_file.write(json.dumps(record) + "\n")
                 metrics_file.flush()
                 progress.update(bar, description=_describe(record))
-                if not progress.console.is_terminal:
-                    progress.console.print(_describe(record), soft_wrap=True)
+                if progress.disable:  # no terminal: lines for a log
+                    print(_describe(record), flush=True)
                 logged, logged_step = time.monotonic(), step + 1
             if last or time.monotonic() - saved > config.save_seconds:
                 manager.save(step + 1, args=ocp.args.StandardSave(state), force=True)

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from acceptmoe_jax.models.config import Qwen3MoeConfig
-from acceptmoe_jax.models.experts import ExpertBank, resident_bank
-from acceptmoe_jax.models.qwen3_moe import Forward, Qwen3Moe, init_banks, init_params
+from acceptmoe_jax.models.config import TargetConfig
+from acceptmoe_jax.models.decoder import Decoder, Forward, init_banks, init_params
+from acceptmoe_jax.models.experts import bank_weights, resident_bank
 from acceptmoe_jax.training.batches import Batch, packed_mask, shift_left
 from acceptmoe_jax.training.dispatch import RouterStats, training_moe
-from acceptmoe_jax.weights.key_maps import EXPERT_MATRICES
+from pallas_kernels.masked_expert_gemm import ExpertBank
+from pallas_kernels.mxfp4 import Mxfp4, dequantise, round_to_mxfp4
 
-# {"dense": the module's parameters, "experts": a dict of gate, up and down per layer, or None}
+# {"dense": the module's parameters, "experts": the weights of a bank by name per layer, or None}
 TargetParams = dict[str, Any]
 
 
@@ -31,57 +32,79 @@ class TargetMetrics:
     starved: Float[Array, ""]  # share of experts with less than a tenth of the mean load
 
 
-def init_target(key: jax.Array, config: Qwen3MoeConfig) -> TargetParams:
+def init_target(key: jax.Array, config: TargetConfig) -> TargetParams:
     """Random parameters in float32."""
     dense_key, expert_key = jax.random.split(key)
     return from_banks(init_params(dense_key, config), init_banks(expert_key, config))
 
 
 def from_banks(dense: dict[str, Any], banks: tuple[ExpertBank | None, ...]) -> TargetParams:
-    """Loaded weights in the form that is trained."""
-    return {
-        "dense": dense,
-        "experts": tuple(
-            bank and {name: getattr(bank, name) for name in EXPERT_MATRICES} for bank in banks
-        ),
-    }
+    """Loaded weights in the form that is trained: packed experts as float32 numbers."""
+
+    def unpacked(bank: ExpertBank | None) -> dict[str, jax.Array] | None:
+        return bank and {
+            name: dequantise(leaf) if isinstance(leaf, Mxfp4) else leaf
+            for name, leaf in bank_weights(bank).items()
+        }
+
+    return {"dense": dense, "experts": tuple(unpacked(bank) for bank in banks)}
 
 
-def expert_banks(params: TargetParams, config: Qwen3MoeConfig) -> tuple[ExpertBank | None, ...]:
+def expert_banks(params: TargetParams, config: TargetConfig) -> tuple[ExpertBank | None, ...]:
     """The trained experts as the model's banks."""
     return tuple(
         weights and resident_bank(weights, config.num_experts) for weights in params["experts"]
     )
 
 
+def rounded(params: TargetParams) -> TargetParams:
+    """The parameters with every expert matrix rounded to MXFP4, as it will be stored.
+
+    Gradients pass straight through the rounding (Bengio et al. 2013).
+    """
+
+    def of(matrix: jax.Array) -> jax.Array:
+        return matrix + jax.lax.stop_gradient(round_to_mxfp4(matrix) - matrix)
+
+    experts = jax.tree.map(lambda leaf: of(leaf) if leaf.ndim == 3 else leaf, params["experts"])
+    return params | {"experts": experts}
+
+
 def forward(
-    params: TargetParams, batch: Batch, config: Qwen3MoeConfig, capture: tuple[int, ...] = ()
+    params: TargetParams, batch: Batch, config: TargetConfig, capture: tuple[int, ...] = ()
 ) -> Forward:
     """Runs packed rows; documents do not see each other."""
     valid = (batch.segments > 0).reshape(-1)
-    return Qwen3Moe(config).apply(
+    return Decoder(config).apply(
         {"params": params["dense"]},
         batch.tokens,
         batch.positions,
         packed_mask(batch.segments),
         banks=expert_banks(params, config),
-        moe=training_moe(config.top_k, config.norm_topk_prob, valid),
+        moe=training_moe(config, valid),
         capture=capture,
     )
 
 
-def unembed(params: TargetParams, hidden: Array, config: Qwen3MoeConfig) -> Float[Array, "... V"]:
+def unembed(params: TargetParams, hidden: Array, config: TargetConfig) -> Float[Array, "... V"]:
     """Logits of rows of `Forward.hidden`."""
-    return Qwen3Moe(config).apply({"params": params["dense"]}, hidden, method="unembed")
+    return Decoder(config).apply({"params": params["dense"]}, hidden, method="unembed")
 
 
 def target_loss(
-    params: TargetParams, batch: Batch, config: Qwen3MoeConfig, balance_coefficient: float
+    params: TargetParams,
+    batch: Batch,
+    config: TargetConfig,
+    balance_coefficient: float,
+    mxfp4: bool = False,
 ) -> tuple[Float[Array, ""], TargetMetrics]:
     """Weighted cross-entropy of next tokens + coefficient * load-balancing loss.
 
     Row t predicts `tokens[t + 1]` with weight `loss_weights[t + 1]`, within its document.
+    `mxfp4` puts the rounding of the experts into the loop.
     """
+    if mxfp4:
+        params = rounded(params)
     out = forward(params, batch, config)
     logits = unembed(params, out.hidden, config)
     labels = shift_left(batch.tokens, 1)

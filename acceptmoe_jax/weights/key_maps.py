@@ -1,21 +1,21 @@
 """Which checkpoint key belongs to which parameter, for each family. Names only: no reading."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from acceptmoe_jax.errors import UserError
 
 EXPERT_MATRICES = ("gate", "up", "down")
 
 
-def qwen3_moe_key(path: tuple[str, ...]) -> str:
-    """Qwen3-MoE, dense parameters: ("layers_3", "mlp", "gate", "weight") ->
+def target_key(path: tuple[str, ...]) -> str:
+    """Dense parameters of both families: ("layers_3", "mlp", "gate", "weight") ->
     "model.layers.3.mlp.gate.weight"; only `lm_head` stands outside "model."."""
     name = re.sub(r"^layers_(\d+)\.", r"layers.\1.", ".".join(path))
     return name if path[0] == "lm_head" else f"model.{name}"
 
 
-def expert_keys(layer: int, matrix: str, num_experts: int) -> tuple[str, ...]:
+def qwen3_moe_expert_keys(layer: int, matrix: str, num_experts: int) -> tuple[str, ...]:
     """Qwen3-MoE, one tensor an expert, in expert order; `matrix` is gate, up or down."""
     return tuple(
         f"model.layers.{layer}.mlp.experts.{expert}.{matrix}_proj.weight"
@@ -23,9 +23,9 @@ def expert_keys(layer: int, matrix: str, num_experts: int) -> tuple[str, ...]:
     )
 
 
-def bank_names(layer: int, num_experts: int) -> Callable[[tuple[str, ...]], tuple[str, ...]]:
-    """`names` for `plan_tree`, for a layer's experts: `{"gate", "up", "down"}` of [E, ...]."""
-    return lambda path: expert_keys(layer, path[0], num_experts)
+def gpt_oss_expert_key(layer: int, name: str) -> str:
+    """GPT-OSS, one tensor for all experts of a layer; `name` such as "down_proj_bias"."""
+    return f"model.layers.{layer}.mlp.experts.{name}"
 
 
 def eagle3_key(path: tuple[str, ...]) -> str:

@@ -2,7 +2,8 @@
 
 All trees that a checkpoint should fill are planned first, then every key, shape and kind of dtype
 is checked over their union, and only then is anything read. Each leaf goes through one host buffer
-straight to where it will live, so host memory beyond the placed bytes is one leaf.
+straight to where it will live, so host memory beyond the placed bytes is one leaf, and one tensor
+of the file where that differs from the leaf (another dtype or layout, or only a part of it).
 """
 
 import dataclasses
@@ -17,8 +18,25 @@ from acceptmoe_jax.errors import UserError
 from acceptmoe_jax.weights.checkpoint import Checkpoint
 from acceptmoe_jax.weights.safetensors_io import TensorEntry, aligned_empty
 
-# A parameter's path -> its key in the checkpoint, or the keys to stack on a new leading axis.
-Names = Callable[[tuple[str, ...]], str | Sequence[str]]
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Where a leaf lies in a tensor that holds more, or holds it in another order.
+
+    Attributes:
+      key: of the tensor.
+      shape: of the tensor.
+      view: the tensor -> a view of it that has the leaf's shape.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    view: Callable[[np.ndarray], np.ndarray]
+
+
+# A parameter's path -> its key in the checkpoint, or the keys to stack on a new leading axis, or
+# the part of a tensor that it is.
+Names = Callable[[tuple[str, ...]], str | Sequence[str] | Part]
 Place = Callable[[np.ndarray], Any]
 
 _LISTED = 12  # keys that a message spells out
@@ -28,18 +46,21 @@ _LISTED = 12  # keys that a message spells out
 class LeafPlan:
     """One parameter: the keys it is read from and what it becomes.
 
-    `stacked`: `keys[i]` fills `leaf[i]`; else the only key fills the leaf.
+    Attributes:
+      keys: of its tensors.
+      tensor_shape: of each of them in the file.
+      shape: of the leaf.
+      dtype: of the leaf.
+      stacked: `keys[i]` fills `leaf[i]`; else the only key fills the leaf.
+      view: what of the only tensor it is, if not the whole as it lies there.
     """
 
     keys: tuple[str, ...]
-    stacked: bool
+    tensor_shape: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: np.dtype
-
-    @property
-    def tensor_shape(self) -> tuple[int, ...]:
-        """The shape of each tensor in the file."""
-        return self.shape[1:] if self.stacked else self.shape
+    stacked: bool = False
+    view: Callable[[np.ndarray], np.ndarray] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,20 +83,25 @@ def plan_tree(
 
     Args:
       abstract: pytree of `jax.ShapeDtypeStruct`.
-      names: leaf path -> key, or -> the keys to stack (experts).
+      names: leaf path -> key, or -> the keys to stack (experts), or -> the part of a tensor.
       dtype: overrides the dtype of floating leaves.
       place: takes a finished host array, returns the leaf (device, sharding, pinned host).
     """
     plans = []
     for path, leaf in leaf_paths(abstract):
-        keys = names(path)
-        stacked = not isinstance(keys, str)
-        keys = tuple(keys) if stacked else (keys,)
-        if stacked and leaf.shape[0] != len(keys):
-            raise ValueError(f"{len(keys)} keys for a leaf of shape {leaf.shape}: {keys[:2]} ...")
         floating = jnp.issubdtype(leaf.dtype, jnp.floating)
         wanted = np.dtype(dtype if dtype is not None and floating else leaf.dtype)
-        plans.append(LeafPlan(keys, stacked, tuple(leaf.shape), wanted))
+        shape = tuple(leaf.shape)
+        match names(path):
+            case str(key):
+                plan = LeafPlan((key,), shape, shape, wanted)
+            case Part(key, tensor_shape, view):
+                plan = LeafPlan((key,), tensor_shape, shape, wanted, view=view)
+            case keys:
+                if len(keys) != shape[0]:
+                    raise ValueError(f"{len(keys)} keys for a leaf of shape {shape}: {keys[:2]} ..")
+                plan = LeafPlan(tuple(keys), shape[1:], shape, wanted, stacked=True)
+        plans.append(plan)
     return TreePlan(tuple(plans), jax.tree.structure(abstract), place)
 
 
@@ -166,26 +192,53 @@ def _listed(keys: Sequence[str]) -> str:
 
 
 def _load(checkpoint: Checkpoint, plan: TreePlan, progress: Callable[[int], None] | None) -> Any:
-    leaves = []
-    for leaf in plan.leaves:
-        host = aligned_empty(leaf.shape, leaf.dtype)
-        for i, key in enumerate(leaf.keys):
-            # `host[i, ...]` and not `host[i]`: a view even where tensors are scalars.
-            _fill(checkpoint.entries[key], host[i, ...] if leaf.stacked else host)
-        nbytes = host.nbytes
-        # Waiting frees this host buffer before the next is made: transfers are asynchronous.
-        leaves.append(jax.block_until_ready(plan.place(host)))
-        del host
-        if progress is not None:
-            progress(nbytes)
+    leaves: list[Any] = [None] * len(plan.leaves)
+    for indices in _by_tensor(plan.leaves):
+        tensor = None  # read once for all of its parts
+        for index in indices:
+            leaf = plan.leaves[index]
+            if leaf.view is not None and tensor is None:
+                tensor = checkpoint.entries[leaf.keys[0]].read()
+            host = aligned_empty(leaf.shape, leaf.dtype)
+            if leaf.view is not None:
+                _copy(leaf.view(tensor), host)
+            else:
+                _read(checkpoint, leaf, host)
+            nbytes = host.nbytes
+            # Waiting frees this host buffer before the next is made: transfers are asynchronous.
+            leaves[index] = jax.block_until_ready(plan.place(host))
+            del host
+            if progress is not None:
+                progress(nbytes)
     return jax.tree_util.tree_unflatten(plan.structure, leaves)
 
 
-def _fill(entry: TensorEntry, out: np.ndarray) -> None:
-    if entry.dtype == out.dtype:
-        entry.read_into(out)
-    else:
-        out[...] = entry.read()
+def _by_tensor(leaves: Sequence[LeafPlan]) -> Iterable[list[int]]:
+    """Indices of the leaves in order, those that are parts of one tensor together."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        groups.setdefault(leaf.keys, []).append(index)
+    return groups.values()
+
+
+def _read(checkpoint: Checkpoint, leaf: LeafPlan, host: np.ndarray) -> None:
+    for i, key in enumerate(leaf.keys):
+        entry = checkpoint.entries[key]
+        # `host[i, ...]` and not `host[i]`: a view even where tensors are scalars.
+        out = host[i, ...] if leaf.stacked else host
+        if entry.dtype == out.dtype:
+            entry.read_into(out)
+        else:
+            out[...] = entry.read()
+
+
+def _copy(view: np.ndarray, host: np.ndarray) -> None:
+    """Fills `host` from a view that may be strided; several times as fast as one assignment."""
+    if view.dtype == host.dtype:  # numpy is slow with dtypes that are not its own, as bfloat16
+        raw = np.dtype(f"u{view.dtype.itemsize}")
+        view, host = view.view(raw), host.view(raw)
+    for i in range(len(host)):  # a transposed matrix at a time stays in the cache
+        host[i] = view[i]
 
 
 def _misfit(entry: TensorEntry, leaf: LeafPlan) -> str | None:

@@ -129,6 +129,11 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[begin : begin + nbytes].view(dtype).reshape(shape)
 
 
+def host_array(array: Any, dtype: np.dtype) -> np.ndarray:
+    """A numpy or JAX array on the host, in `dtype`; copied only where it must be."""
+    return np.asarray(array).astype(dtype, copy=False)
+
+
 def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """An `object_pairs_hook` for `json.loads` that refuses a repeated key with a ValueError."""
     result = {}

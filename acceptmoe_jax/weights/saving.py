@@ -5,7 +5,7 @@
 
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,15 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from acceptmoe_jax.files import write_json
-from acceptmoe_jax.models.experts import ExpertBank
-from acceptmoe_jax.weights.key_maps import (
-    EXPERT_MATRICES,
-    eagle3_key,
-    expert_keys,
-    qwen3_moe_key,
-)
-from acceptmoe_jax.weights.loading import Names, leaf_paths
-from acceptmoe_jax.weights.safetensors_io import save_sharded
+from acceptmoe_jax.models.experts import bank_weights, resident_bank
+from acceptmoe_jax.weights import gpt_oss, qwen3_moe
+from acceptmoe_jax.weights.key_maps import eagle3_key, target_key
+from acceptmoe_jax.weights.loading import leaf_paths
+from acceptmoe_jax.weights.safetensors_io import host_array, save_sharded
+from pallas_kernels.masked_expert_gemm import ExpertBank
 
 
 def save_qwen3_moe(
@@ -43,10 +40,43 @@ def save_qwen3_moe(
       dtype: of all tensors in the file.
       max_shard_bytes: see `save_sharded`.
     """
-    tensors = _tensors(params, qwen3_moe_key, dtype)
+    tensors = _tensors(params, target_key, dtype)
     for layer, bank in enumerate(banks):
         if bank is not None:
-            tensors |= _expert_tensors(layer, bank, dtype)
+            tensors |= qwen3_moe.bank_tensors(layer, _in_expert_order(layer, bank), dtype)
+    _write(directory, config, tensors, max_shard_bytes)
+
+
+def save_gpt_oss(
+    directory: str | os.PathLike,
+    config: Mapping[str, Any],
+    params: Mapping[str, Any],
+    banks: Sequence[ExpertBank],
+    *,
+    mxfp4: bool,
+    dtype: jnp.dtype = jnp.bfloat16,
+    max_shard_bytes: int | None = None,
+) -> None:
+    """Writes `config.json` and the weights, the experts in the format asked for.
+
+    Args:
+      directory: made if it is not there.
+      config: the `config.json`, such as `GptOssConfig.to_hf(mxfp4)`.
+      params: the dense parameters.
+      banks: a layer's experts, all of them resident, packed or not.
+      mxfp4: write MXFP4 blocks and scales, as published checkpoints do: packed matrices as they
+        are, others rounded (see `quantise`). Else matrices in `dtype`, as converted ones.
+      dtype: of all tensors in the file but blocks and scales.
+      max_shard_bytes: see `save_sharded`.
+
+    Raises:
+      UserError: before anything is written, if MXFP4's blocks do not fit the matrices.
+    """
+    tensors = _tensors(params, target_key, dtype)
+    for layer, bank in enumerate(banks):
+        if mxfp4:
+            gpt_oss.check_blocks(*bank.down.shape[1:], str(directory))
+        tensors |= gpt_oss.bank_tensors(layer, _in_expert_order(layer, bank), dtype, mxfp4)
     _write(directory, config, tensors, max_shard_bytes)
 
 
@@ -83,25 +113,19 @@ def draft_tables(target_ids: np.ndarray, target_vocab: int) -> tuple[np.ndarray,
     return d2t, t2d
 
 
-def _tensors(params: Any, names: Names, dtype: jnp.dtype) -> dict[str, np.ndarray]:
-    return {names(path): _host(leaf, dtype) for path, leaf in leaf_paths(params)}
+def _tensors(
+    params: Any, names: Callable[[tuple[str, ...]], str], dtype: jnp.dtype
+) -> dict[str, np.ndarray]:
+    return {names(path): host_array(leaf, dtype) for path, leaf in leaf_paths(params)}
 
 
-def _expert_tensors(layer: int, bank: ExpertBank, dtype: jnp.dtype) -> dict[str, np.ndarray]:
+def _in_expert_order(layer: int, bank: ExpertBank) -> ExpertBank:
+    """The bank on the host, slot e holding expert e."""
     slots = np.asarray(bank.slot_of)
     if slots.min() < 0:
         raise ValueError(f"layer {layer}: only a bank that holds every expert can be saved")
-    host = {matrix: _host(getattr(bank, matrix), dtype) for matrix in EXPERT_MATRICES}
-    keys = {matrix: expert_keys(layer, matrix, len(slots)) for matrix in EXPERT_MATRICES}
-    return {
-        keys[matrix][expert]: host[matrix][slot]
-        for expert, slot in enumerate(slots)
-        for matrix in EXPERT_MATRICES
-    }
-
-
-def _host(array: jax.Array | np.ndarray, dtype: jnp.dtype) -> np.ndarray:
-    return np.asarray(array).astype(dtype, copy=False)
+    ordered = jax.tree.map(lambda leaf: np.asarray(leaf)[slots], bank_weights(bank))
+    return resident_bank(ordered, len(slots))
 
 
 def _write(

@@ -12,25 +12,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.masked_expert_gemm.ref import combine, swiglu
+from pallas_kernels.masked_expert_gemm.activation import GatedActivation
+from pallas_kernels.masked_expert_gemm.bank import ExpertBank, gathered, gathered_bias
+from pallas_kernels.masked_expert_gemm.ref import combine
 
 BLOCK_ROWS = 16
 
 
 def blocks(
     x_TD: Float[Array, "T D"],
-    gate_CFD: Float[Array, "C F D"],
-    up_CFD: Float[Array, "C F D"],
-    down_CDF: Float[Array, "C D F"],
-    slot_of_E: Int[Array, "E"],
+    bank: ExpertBank,
     expert_ids_Tk: Int[Array, "T k"],
     weights_Tk: Float[Array, "T k"],
     used_ids_E: Int[Array, "E"],
     used_count: Int[Array, ""],
+    activation: GatedActivation,
 ) -> Float[Array, "T D"]:
     """See `masked_expert_gemm`."""
     rows = expert_ids_Tk.shape[0]
-    num_experts = slot_of_E.shape[0]
+    num_experts = bank.slot_of.shape[0]
     picks = expert_ids_Tk.size
     block = min(BLOCK_ROWS, rows)  # a row picks an expert at most once
 
@@ -50,15 +50,21 @@ def blocks(
 
     def run_expert(i, out_AD):
         expert = used_ids_E[i]
-        slot = slot_of_E[expert]
-        gate, up, down = gate_CFD[slot], up_CFD[slot], down_CDF[slot]
+        slot = bank.slot_of[expert]
+        gate, up, down = (gathered(m, slot, x_TD.dtype) for m in (bank.gate, bank.up, bank.down))
+        gate_bias, up_bias, down_bias = (
+            gathered_bias(bias, slot) for bias in (bank.gate_bias, bank.up_bias, bank.down_bias)
+        )
         end = first_E[expert] + count_E[expert]
 
         def run_block(state):
             at, out_AD = state
             x = x_TD[jax.lax.dynamic_slice_in_dim(row_of_A, at, block)]
-            hidden = swiglu(jnp.einsum("rd,fd->rf", x, gate), jnp.einsum("rd,fd->rf", x, up))
-            y = jnp.einsum("rf,df->rd", hidden, down)
+            hidden = activation(
+                jnp.einsum("rd,fd->rf", x, gate) + gate_bias,
+                jnp.einsum("rd,fd->rf", x, up) + up_bias,
+            )
+            y = jnp.einsum("rf,df->rd", hidden, down) + down_bias
             return at + block, jax.lax.dynamic_update_slice_in_dim(out_AD, y, at, 0)
 
         state = (first_E[expert], out_AD)

@@ -2,6 +2,8 @@
 
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.masked_expert_gemm.activation import GatedActivation
+from pallas_kernels.masked_expert_gemm.bank import ExpertBank
 from pallas_kernels.masked_expert_gemm.blocks import blocks
 from pallas_kernels.masked_expert_gemm.ref import reference
 
@@ -10,27 +12,27 @@ IMPLEMENTATIONS = {"reference": reference, "blocks": blocks}
 
 def masked_expert_gemm(
     x_TD: Float[Array, "T D"],
-    gate_CFD: Float[Array, "C F D"],
-    up_CFD: Float[Array, "C F D"],
-    down_CDF: Float[Array, "C D F"],
-    slot_of_E: Int[Array, "E"],
+    bank: ExpertBank,
     expert_ids_Tk: Int[Array, "T k"],
     weights_Tk: Float[Array, "T k"],
     used_ids_E: Int[Array, "E"],
     used_count: Int[Array, ""],
     *,
+    activation: GatedActivation,
     implementation: str = "blocks",
 ) -> Float[Array, "T D"]:
-    """`y_t = sum_i w[t,i] * down_e(silu(gate_e x_t) * (up_e x_t))`, with `e = expert_ids[t,i]`.
+    """`y_t = sum_i w[t,i] * (down_e activation(gate_e x_t, up_e x_t))`, with `e = expert_ids[t,i]`.
+
+    Each of the three products adds the expert's bias where the bank has one.
 
     Args:
       x_TD: rows of the block.
-      gate_CFD, up_CFD, down_CDF: weights by slot, `[out, in]` as on disk.
-      slot_of_E: the slot of each expert; read for used experts only.
+      bank: weights by slot and the slot of each expert, which is read for used experts only.
       expert_ids_Tk: experts of each row, by rank; distinct within a row.
       weights_Tk: their weights; a pick of weight 0 is not computed and adds an exact zero.
       used_ids_E: the experts of the picks of non-zero weight, ascending, then padding.
       used_count: how many of them count.
+      activation: of the family.
       implementation: a name in `IMPLEMENTATIONS`.
 
     Returns:
@@ -38,14 +40,5 @@ def masked_expert_gemm(
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is not one of {list(IMPLEMENTATIONS)}")
-    return IMPLEMENTATIONS[implementation](
-        x_TD,
-        gate_CFD,
-        up_CFD,
-        down_CDF,
-        slot_of_E,
-        expert_ids_Tk,
-        weights_Tk,
-        used_ids_E,
-        used_count,
-    )
+    run = IMPLEMENTATIONS[implementation]
+    return run(x_TD, bank, expert_ids_Tk, weights_Tk, used_ids_E, used_count, activation)

@@ -1,13 +1,10 @@
 """What masked_expert_gemm computes, written for the eye: one product a row and pick."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-
-def swiglu(gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`silu(gate) * up`, Qwen3's activation."""
-    return jax.nn.silu(gate) * up
+from pallas_kernels.masked_expert_gemm.activation import GatedActivation
+from pallas_kernels.masked_expert_gemm.bank import ExpertBank, gathered, gathered_bias
 
 
 def combine(
@@ -27,19 +24,18 @@ def combine(
 
 def reference(
     x_TD: Float[Array, "T D"],
-    gate_CFD: Float[Array, "C F D"],
-    up_CFD: Float[Array, "C F D"],
-    down_CDF: Float[Array, "C D F"],
-    slot_of_E: Int[Array, "E"],
+    bank: ExpertBank,
     expert_ids_Tk: Int[Array, "T k"],
     weights_Tk: Float[Array, "T k"],
     used_ids_E: Int[Array, "E"],
     used_count: Int[Array, ""],
+    activation: GatedActivation,
 ) -> Float[Array, "T D"]:
     """See `masked_expert_gemm`. Gathers three matrices a pick: for small shapes only."""
     del used_ids_E, used_count
-    slots = slot_of_E[expert_ids_Tk]
-    gate = jnp.einsum("td,tkfd->tkf", x_TD, gate_CFD[slots])
-    up = jnp.einsum("td,tkfd->tkf", x_TD, up_CFD[slots])
-    picks = jnp.einsum("tkf,tkdf->tkd", swiglu(gate, up), down_CDF[slots])
-    return combine(picks, weights_Tk)
+    slots = bank.slot_of[expert_ids_Tk]
+    gate, up, down = (gathered(m, slots, x_TD.dtype) for m in (bank.gate, bank.up, bank.down))
+    gate = jnp.einsum("td,tkfd->tkf", x_TD, gate) + gathered_bias(bank.gate_bias, slots)
+    up = jnp.einsum("td,tkfd->tkf", x_TD, up) + gathered_bias(bank.up_bias, slots)
+    picks = jnp.einsum("tkf,tkdf->tkd", activation(gate, up), down)
+    return combine(picks + gathered_bias(bank.down_bias, slots), weights_Tk)

@@ -1,0 +1,42 @@
+"""The experts of one layer as the kernels take them, addressed through slots.
+
+No code indexes expert weights by expert id: it asks `slot_of`. With every expert resident the
+bank has C = E slots and the identity table; offloaded, it has fewer.
+"""
+
+import flax.struct
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.mxfp4 import Mxfp4, dequantise
+
+Matrix = Float[Array, "C out in"] | Mxfp4
+
+
+@flax.struct.dataclass
+class ExpertBank:
+    """Weights of C experts, `[out, in]` as on disk, and expert -> slot.
+
+    The matrices are arrays, or MXFP4 blocks and scales that are dequantised where they are used.
+    """
+
+    gate: Matrix  # [C, F, D]
+    up: Matrix  # [C, F, D]
+    down: Matrix  # [C, D, F]
+    slot_of: Int[Array, "E"]
+    gate_bias: Float[Array, "C F"] | None = None
+    up_bias: Float[Array, "C F"] | None = None
+    down_bias: Float[Array, "C D"] | None = None
+
+
+def gathered(matrix: Matrix, slots: Int[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
+    """The matrices in `slots` as numbers, `[..., out, in]`; packed ones come as `dtype`."""
+    chosen = matrix[slots]
+    return dequantise(chosen, dtype) if isinstance(chosen, Mxfp4) else chosen
+
+
+def gathered_bias(
+    bias: Float[Array, "C out"] | None, slots: Int[Array, "..."]
+) -> Float[Array, "..."] | float:
+    """The biases in `slots`, `[..., out]`, or 0 where the family has none."""
+    return 0.0 if bias is None else bias[slots]
