@@ -100,7 +100,7 @@ def experts_case(config=CONFIG, rows: int = 23):
     )
     bank = init_bank(keys[2], config)
     biases = {
-        name: jax.random.normal(keys[3], leaf.shape)
+        name: 0.02 * jax.random.normal(keys[3], leaf.shape)
         for name, leaf in bank_weights(bank).items()
         if leaf.ndim == 2
     }
