@@ -85,8 +85,8 @@ GPT_OSS = GptOssConfig(
 
 def main() -> None:
     family = _FAMILY.value
-    config = {"qwen3_moe": QWEN3_MOE, "gpt_oss": GPT_OSS}[family]
-    chat_format = {"qwen3_moe": chat.PLAIN, "gpt_oss": chat.HARMONY}[family]
+    pockets = {"qwen3_moe": (QWEN3_MOE, chat.PLAIN), "gpt_oss": (GPT_OSS, chat.HARMONY)}
+    config, chat_format = pockets[family]
     mxfp4 = family == "gpt_oss" and _MXFP4.value
     run = loop.Run(pathlib.Path(_WORK_DIR.value))
     tokenizer = pocket_tokenizer.train_tokenizer(

@@ -13,8 +13,8 @@ from acceptmoe_jax.models.decoder import Decoder, Forward, init_banks, init_para
 from acceptmoe_jax.models.experts import bank_weights, resident_bank
 from acceptmoe_jax.training.batches import Batch, packed_mask, shift_left
 from acceptmoe_jax.training.dispatch import RouterStats, training_moe
-from pallas_kernels.masked_expert_gemm import ExpertBank
-from pallas_kernels.mxfp4 import Mxfp4, dequantise, round_to_mxfp4
+from pallas_kernels.masked_expert_gemm import ExpertBank, numbers
+from pallas_kernels.mxfp4 import round_to_mxfp4
 
 # {"dense": the module's parameters, "experts": the weights of a bank by name per layer, or None}
 TargetParams = dict[str, Any]
@@ -42,10 +42,7 @@ def from_banks(dense: dict[str, Any], banks: tuple[ExpertBank | None, ...]) -> T
     """Loaded weights in the form that is trained: packed experts as float32 numbers."""
 
     def unpacked(bank: ExpertBank | None) -> dict[str, jax.Array] | None:
-        return bank and {
-            name: dequantise(leaf) if isinstance(leaf, Mxfp4) else leaf
-            for name, leaf in bank_weights(bank).items()
-        }
+        return bank and {name: numbers(leaf) for name, leaf in bank_weights(bank).items()}
 
     return {"dense": dense, "experts": tuple(unpacked(bank) for bank in banks)}
 

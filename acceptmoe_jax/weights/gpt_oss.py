@@ -17,8 +17,8 @@ from acceptmoe_jax.weights.checkpoint import Checkpoint
 from acceptmoe_jax.weights.key_maps import EXPERT_MATRICES, gpt_oss_expert_key
 from acceptmoe_jax.weights.loading import Part, TreePlan, leaf_paths, plan_tree
 from acceptmoe_jax.weights.safetensors_io import host_array
-from pallas_kernels.masked_expert_gemm import ExpertBank
-from pallas_kernels.mxfp4 import BLOCK, Mxfp4, dequantise, quantise
+from pallas_kernels.masked_expert_gemm import ExpertBank, numbers
+from pallas_kernels.mxfp4 import BLOCK, Mxfp4, quantise
 
 _FLOATS = ("gate_up_proj", "down_proj")
 _PACKED = tuple(f"{name}_{kind}" for name in _FLOATS for kind in ("blocks", "scales"))
@@ -68,8 +68,7 @@ def bank_tensors(
             of_matrix["_blocks"] = np.asarray(packed.blocks)
             of_matrix["_scales"] = np.asarray(packed.scales)
         else:
-            numbers = dequantise(weights) if isinstance(weights, Mxfp4) else weights
-            of_matrix[""] = host_array(numbers, dtype)
+            of_matrix[""] = host_array(numbers(weights), dtype)
         for suffix, array in of_matrix.items():
             parts.setdefault(suffix, {})[matrix] = array
     tensors = {}

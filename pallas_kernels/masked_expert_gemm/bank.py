@@ -29,10 +29,14 @@ class ExpertBank:
     down_bias: Float[Array, "C D"] | None = None
 
 
+def numbers(matrix: Matrix, dtype: jnp.dtype = jnp.float32) -> Float[Array, "..."]:
+    """The matrices as numbers: packed ones as `dtype`, others as they are."""
+    return dequantise(matrix, dtype) if isinstance(matrix, Mxfp4) else matrix
+
+
 def gathered(matrix: Matrix, slots: Int[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
     """The matrices in `slots` as numbers, `[..., out, in]`; packed ones come as `dtype`."""
-    chosen = matrix[slots]
-    return dequantise(chosen, dtype) if isinstance(chosen, Mxfp4) else chosen
+    return numbers(matrix[slots], dtype)
 
 
 def gathered_bias(
