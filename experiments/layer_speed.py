@@ -22,7 +22,7 @@ from absl import flags
 from acceptmoe_jax import reporting
 from acceptmoe_jax.errors import UserError
 from acceptmoe_jax.files import write_json
-from pallas_kernels.masked_expert_gemm import masked_expert_gemm
+from pallas_kernels.masked_expert_gemm import ExpertBank, GatedActivation, masked_expert_gemm
 
 _ROWS = flags.DEFINE_integer("rows", 64, "Rows of the block (tree nodes).", lower_bound=1)
 _USED = flags.DEFINE_list("used", ["8", "16", "28", "48", "64", "96", "120", "128"], "Set sizes.")
@@ -38,7 +38,7 @@ EXPERTS, TOP_K, WIDTH, EXPERT_WIDTH = 128, 8, 2048, 768  # Qwen3-30B-A3B's confi
 def main() -> None:
     sizes = _set_sizes()
     dtype = jnp.dtype(_DTYPE.value or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
-    layer = _random_layer(dtype)
+    x_TD, bank = _random_layer(dtype)
     runs = {(used, "blocks"): (jax.jit(_blocks), _routing(used)) for used in sizes}
     runs[max(sizes), "dense"] = (jax.jit(_dense), _routing(max(sizes)))  # any set costs it the same
     seconds = {key: [] for key in runs}
@@ -47,7 +47,7 @@ def main() -> None:
         for round_ in range(_ROUNDS.value + 1):
             for key, (run, routing) in runs.items():
                 begin = time.perf_counter()
-                jax.block_until_ready(run(layer, routing))
+                jax.block_until_ready(run(x_TD, bank, routing))
                 if round_:  # the first one compiles
                     seconds[key].append(time.perf_counter() - begin)
                 bar.advance(task)
@@ -79,18 +79,20 @@ def _set_sizes() -> list[int]:
     return sizes
 
 
-def _random_layer(dtype: jnp.dtype) -> dict[str, jax.Array]:
+def _random_layer(dtype: jnp.dtype) -> tuple[jax.Array, ExpertBank]:
+    rows, *keys = jax.random.split(jax.random.key(0), 4)
     shapes = {
-        "x": (_ROWS.value, WIDTH),
         "gate": (EXPERTS, EXPERT_WIDTH, WIDTH),
         "up": (EXPERTS, EXPERT_WIDTH, WIDTH),
         "down": (EXPERTS, WIDTH, EXPERT_WIDTH),
     }
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    return {
+    weights = {
         name: 0.02 * jax.random.normal(key, shape, dtype)
         for key, (name, shape) in zip(keys, shapes.items())
     }
+    slot_of = jnp.arange(EXPERTS, dtype=jnp.int32)
+    x_TD = jax.random.normal(rows, (_ROWS.value, WIDTH), dtype)
+    return x_TD, ExpertBank(**weights, slot_of=slot_of)
 
 
 def _routing(used: int) -> dict[str, jax.Array]:
@@ -116,29 +118,27 @@ def _routing(used: int) -> dict[str, jax.Array]:
     }
 
 
-def _blocks(layer, routing):
+def _blocks(x_TD, bank, routing):
     return masked_expert_gemm(
-        layer["x"],
-        layer["gate"],
-        layer["up"],
-        layer["down"],
-        jnp.arange(EXPERTS, dtype=jnp.int32),
+        x_TD,
+        bank,
         routing["expert_ids"],
         routing["weights"],
         routing["used_ids"],
         routing["used_count"],
+        activation=GatedActivation(),
         implementation="blocks",
     )
 
 
-def _dense(layer, routing):
+def _dense(x_TD, bank, routing):
     """Every expert on every row, with the weights that are not picked at zero."""
-    weights_TE = jnp.zeros((_ROWS.value, EXPERTS), layer["x"].dtype)
+    weights_TE = jnp.zeros((_ROWS.value, EXPERTS), x_TD.dtype)
     rows = jnp.arange(_ROWS.value)[:, None]
     weights_TE = weights_TE.at[rows, routing["expert_ids"]].set(routing["weights"])
-    gate = jnp.einsum("td,efd->etf", layer["x"], layer["gate"])
-    up = jnp.einsum("td,efd->etf", layer["x"], layer["up"])
-    return jnp.einsum("te,etf,edf->td", weights_TE, jax.nn.silu(gate) * up, layer["down"])
+    gate = jnp.einsum("td,efd->etf", x_TD, bank.gate)
+    up = jnp.einsum("td,efd->etf", x_TD, bank.up)
+    return jnp.einsum("te,etf,edf->td", weights_TE, GatedActivation()(gate, up), bank.down)
 
 
 if __name__ == "__main__":
