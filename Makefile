@@ -19,6 +19,8 @@ DEMO_FLAGS = --prompts=checkpoints/demo_prompts.jsonl --max_new_tokens=64 --dtyp
 # $(call environment,FOLDER,INTERPRETERS,REQUIREMENTS) makes FOLDER hold the requirements.
 environment = @python=$$(sh .ci/find_python $(2)) && sh .ci/make_venv $(1) "$$python" $(3)
 test_requirements = requirements.txt tests/requirements.txt
+# $(call compiler,FOLDER) adds what compiles kernels for GPUs that are not there.
+compiler = @sh .ci/add_cuda_compiler $(1)
 # Each test is of one of three kinds: fast, "slow and not torch", torch.
 fast = not slow and not torch
 # Most of the time goes to XLA, which compiles on one core: several files are tested at once. A file
@@ -40,12 +42,14 @@ demo:  ## decode with both pocket models, method beside method (at most 3 minute
 
 test:  ## all tests but the slow ones (at most 12 minutes)
 	$(call environment,.venv,$(PYTHON),$(test_requirements))
+	$(call compiler,.venv)
 	.venv/bin/python -m pytest -m "$(fast)" $(parallel) $(PYTEST_ARGS)
 
 check: check-slow check-torch check-second  ## what is slow, in three parts (at most 40 minutes)
 
 check-slow:  ## the tests marked slow
 	$(call environment,.venv,$(PYTHON),$(test_requirements))
+	$(call compiler,.venv)
 	.venv/bin/python -m pytest -m "slow and not torch" $(PYTEST_ARGS)
 
 # These two compare numbers on the CPU, whatever the machine has.
@@ -59,6 +63,7 @@ check-torch:  ## the live comparison with PyTorch and openai-harmony
 
 check-second:  ## the tests of make test on a second interpreter
 	$(call environment,.venv-second,$(SECOND_PYTHON),$(test_requirements))
+	$(call compiler,.venv-second)
 	.venv-second/bin/python -m pytest -m "$(fast)" $(parallel) $(PYTEST_ARGS)
 
 # Goes on where it was when it is interrupted; make clean starts it over.

@@ -81,10 +81,24 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]], formats: Mapping[
     for key, spec in formats.items():
         table.add_column(key.replace("_", " "), justify="right" if spec else "left")
     for row in rows:
-        values = ((row[key], spec) for key, spec in formats.items())
-        table.add_row(*("-" if value is None else format(value, spec) for value, spec in values))
+        table.add_row(*_cells(row, formats))
     console.print(f"\n[bold]{title}[/bold]")
     console.print(table)
+
+
+def markdown_table(rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str]) -> str:
+    """The table that `print_table` prints, in Markdown and without its title."""
+    lines = [
+        [key.replace("_", " ") for key in formats],
+        ["---:" if spec else "---" for spec in formats.values()],
+        *([cell.replace("|", r"\|") for cell in _cells(row, formats)] for row in rows),
+    ]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cells(row: Mapping[str, Any], formats: Mapping[str, str]) -> list[str]:
+    values = ((row[key], spec) for key, spec in formats.items())
+    return ["-" if value is None else format(value, spec) for value, spec in values]
 
 
 def _cpu_count() -> int:

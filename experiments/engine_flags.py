@@ -4,8 +4,15 @@ from typing import Any
 
 from absl import flags
 
+from acceptmoe_jax.errors import UserError
+from acceptmoe_jax.models.families import target_config
+from acceptmoe_jax.offload import EVICTION_POLICIES
+from acceptmoe_jax.offload.config import OffloadConfig
+from acceptmoe_jax.offload.transfers import Link
 from acceptmoe_jax.runtime.engine import Engine
 from acceptmoe_jax.speculation import TreeConfig
+from acceptmoe_jax.weights.checkpoint import Checkpoint, resolve_directory
+from pallas_kernels.implementations import KERNELS
 
 TARGET = flags.DEFINE_string("target", None, "Directory or hub id of the target.", required=True)
 DRAFT = flags.DEFINE_string("draft", None, "Directory or hub id of its EAGLE-3 head.")
@@ -23,11 +30,41 @@ _MAX_LENGTH = flags.DEFINE_integer(
 )
 _STEPS = flags.DEFINE_integer("draft_steps", 5, "Depth of the draft tree.")
 _TOP_K = flags.DEFINE_integer("draft_top_k", 10, "Beams a level, and children a beam.")
+_KERNELS = flags.DEFINE_enum(
+    "kernels",
+    "auto",
+    ["auto", *KERNELS],
+    "Pallas kernels for NVIDIA GPUs, or plain JAX (xla); auto chooses by the device.",
+)
+_EXPERT_SLOTS = flags.DEFINE_integer(
+    "expert_slots", None, "Experts a layer on the device, the rest in host memory; default: all."
+)
+_EVICTION = flags.DEFINE_enum(
+    "eviction", "lru", list(EVICTION_POLICIES), "With --expert_slots: which expert leaves."
+)
+_LINK_GBPS = flags.DEFINE_float(
+    "link_gbps",
+    None,
+    "With --expert_slots: simulate a link of so many 1e9 bytes a second on top of the real one.",
+)
+_KEEP_RESIDENCY = flags.DEFINE_bool(
+    "keep_residency",
+    False,
+    "With --expert_slots: a prompt begins with the experts that the one before left.",
+)
 _NODES = flags.DEFINE_integer("draft_nodes", 64, "Nodes of the draft tree, the root counted.")
 
 
-def load_engine(commitment: str | None = None, use_commitment: bool = True) -> Engine:
-    """The engine of the flags; see `Engine.from_pretrained` for the arguments and errors."""
+def load_engine(
+    commitment: str | None = None,
+    use_commitment: bool = True,
+    default_slot_share: float | None = None,
+) -> Engine:
+    """The engine of the flags; see `Engine.from_pretrained` for the arguments and errors.
+
+    Args:
+      default_slot_share: the share of a layer's experts that --expert_slots is by default.
+    """
     return Engine.from_pretrained(
         TARGET.value,
         DRAFT.value,
@@ -36,7 +73,27 @@ def load_engine(commitment: str | None = None, use_commitment: bool = True) -> E
         dtype=DTYPE.value,
         max_length=_MAX_LENGTH.value,
         tree=TreeConfig(_STEPS.value, _TOP_K.value, _NODES.value),
+        kernels=_KERNELS.value,
+        offload=_offload_config(default_slot_share),
     )
+
+
+def _offload_config(default_share: float | None) -> OffloadConfig | None:
+    """What the flags say about experts in host memory."""
+    slots = _EXPERT_SLOTS.value
+    if slots is None and default_share is not None:
+        checkpoint = Checkpoint.open(resolve_directory(TARGET.value))
+        config = target_config(checkpoint.config, checkpoint.config_file)
+        slots = max(config.top_k, round(default_share * config.num_experts))
+    try:
+        link = Link(_LINK_GBPS.value)
+    except ValueError as error:
+        raise UserError(f"--link_gbps: {error}") from None
+    if slots is None:
+        if link.simulated:
+            raise UserError("--link_gbps is of use with --expert_slots only")
+        return None
+    return OffloadConfig(slots, _EVICTION.value, link, _KEEP_RESIDENCY.value)
 
 
 def chat_options() -> dict[str, Any]:

@@ -29,6 +29,7 @@ from acceptmoe_jax.prompts import read_prompts
 from acceptmoe_jax.runtime import cost_model
 from acceptmoe_jax.runtime.engine import AUTOREGRESSIVE, Prompt
 from experiments import engine_flags, method_flags
+from pallas_kernels.devices import DEVICES
 
 _COMMITMENT = flags.DEFINE_string(
     "commitment", None, "Commitment table; default: commitment.json beside the head or the target."
@@ -168,7 +169,7 @@ def _show_modelled(engine, summaries) -> None:
         if summary["verifications"]
     ]
     target, head = _FULL_SIZE[type(engine.model.setup.target)]
-    for device in (cost_model.RTX_PRO_6000, cost_model.H200_SXM):
+    for device in (DEVICES["rtx-pro-6000"], DEVICES["h200"]):
         modelled = cost_model.modelled_rows(
             sets, target, head, device, draft_steps=engine.model.setup.tree.steps
         )

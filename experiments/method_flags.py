@@ -1,7 +1,7 @@
 """The flags that choose methods and their budget, and decoding under each of them in turn."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import flags
@@ -14,10 +14,15 @@ from acceptmoe_jax.selection import POLICIES, SelectorConfig
 from acceptmoe_jax.selection.config import BUDGETED_POLICIES
 from experiments import engine_flags
 
+# Method -> what its `SelectorConfig` says.
+_POLICIES: dict[str, dict[str, Any]] = {policy: {"policy": policy} for policy in POLICIES}
+_POLICIES["acceptmoe_no_pruning"] = {"policy": "acceptmoe", "prune": False}
+
 _SELECTORS = flags.DEFINE_list(
     "selectors",
-    [AUTOREGRESSIVE, "native", "acceptmoe"],
-    f"Methods, in the order of the table: {AUTOREGRESSIVE} or a policy ({', '.join(POLICIES)}).",
+    None,
+    f"Methods, in the order of the table: {AUTOREGRESSIVE}, {', '.join(_POLICIES)}; pruning is of "
+    "experts that are not on the device, where some are not.",
 )
 _BUDGET = flags.DEFINE_integer(
     "budget", None, "Experts a layer of acceptmoe_fix and moe_spec; default: acceptmoe's mean."
@@ -27,14 +32,17 @@ _AUDIT = flags.DEFINE_bool(
 )
 
 
-def methods() -> list[str]:
+def methods(default: Sequence[str] = (AUTOREGRESSIVE, "native", "acceptmoe")) -> list[str]:
     """The methods asked for.
+
+    Args:
+      default: where the flag is not given.
 
     Raises:
       UserError: if one is unknown, or lacks the draft or the budget that it needs.
     """
-    names = list(dict.fromkeys(_SELECTORS.value))
-    known = (AUTOREGRESSIVE, *POLICIES)
+    names = list(dict.fromkeys(default if _SELECTORS.value is None else _SELECTORS.value))
+    known = (AUTOREGRESSIVE, *_POLICIES)
     for name in names:
         if name not in known:
             raise UserError(f"--selectors: {name!r} is not one of {', '.join(known)}")
@@ -49,7 +57,11 @@ def methods() -> list[str]:
 
 
 def decode(
-    engine: Engine, names: Sequence[str], prompts: Sequence[Prompt], **options: Any
+    engine: Engine,
+    names: Sequence[str],
+    prompts: Sequence[Prompt],
+    observe: Callable[[str], None] | None = None,
+    **options: Any,
 ) -> tuple[dict[str, list[Generation]], dict[str, dict[str, Any]]]:
     """Decodes the prompts under every method.
 
@@ -57,6 +69,7 @@ def decode(
       engine: of `engine_flags`.
       names: of `methods`.
       prompts: see `Engine.generate`.
+      observe: called with the method's name after every forward.
       **options: for `Engine.generate`.
 
     Returns:
@@ -66,7 +79,7 @@ def decode(
     # acceptmoe goes before the methods that take its mean set size for their budget.
     for name in sorted(names, key=lambda name: name in BUDGETED_POLICIES):
         selector = _selector(engine, name, summaries)
-        generations[name] = _decode_one(engine, name, selector, prompts, options)
+        generations[name] = _decode_one(engine, name, selector, prompts, observe, options)
         statistics = [generation.statistics for generation in generations[name]]
         tokens = sum(len(generation.token_ids) for generation in generations[name])
         summaries[name] = summarise(statistics, tokens) | {"prompts": len(prompts)}
@@ -87,13 +100,13 @@ def _selector(
         if budget is None:
             budget = max(round(summaries["acceptmoe"]["eligible"]), config.top_k)
     try:
-        config = dataclasses.replace(config, policy=name, budget=budget)
+        config = dataclasses.replace(config, budget=budget, **_POLICIES[name])
     except ValueError as error:
         raise UserError(f"--budget: {error}") from None
     return engine.selector(config)
 
 
-def _decode_one(engine, name, selector, prompts, options) -> list[Generation]:
+def _decode_one(engine, name, selector, prompts, observe, options) -> list[Generation]:
     with reporting.progress("{task.fields[tokens]} tokens") as bar:
         task = bar.add_task(name, total=len(prompts), tokens=0)
         emitted = 0
@@ -102,6 +115,8 @@ def _decode_one(engine, name, selector, prompts, options) -> list[Generation]:
             nonlocal emitted
             emitted += len(new)
             bar.update(task, completed=index, tokens=emitted)
+            if observe is not None:
+                observe(name)
 
         return engine.generate(
             prompts,

@@ -18,6 +18,7 @@ from acceptmoe_jax.models import decoder, eagle3
 from acceptmoe_jax.models.attention import LayerCache, causal_mask
 from acceptmoe_jax.models.config import TargetConfig
 from acceptmoe_jax.models.eagle3 import Eagle3Config
+from acceptmoe_jax.models.families import target_config
 from acceptmoe_jax.runtime import pretrained
 from acceptmoe_jax.selection import SelectorConfig, select
 from acceptmoe_jax.speculation import DraftTree, block_mask, positions
@@ -54,7 +55,7 @@ class Head:
 def load_target(directory: pathlib.Path) -> Target:
     """Loads a checkpoint of either family, once: in float32, but MXFP4 stays packed."""
     checkpoint = Checkpoint.open(directory)
-    config = pretrained.target_config(checkpoint)
+    config = target_config(checkpoint.config, checkpoint.config_file)
     loaded = pretrained.load_target(checkpoint, config, jnp.float32)
     return Target(config, loaded.target, loaded.banks)
 

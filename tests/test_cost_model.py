@@ -1,8 +1,11 @@
 """The cost model against numbers worked out by hand and against published measurements."""
 
+import dataclasses
+
 import pytest
 
 from acceptmoe_jax.runtime import cost_model as cm
+from pallas_kernels.devices import DEVICES
 
 MIB = 2**20
 GIB = 2**30
@@ -42,8 +45,8 @@ def test_slots_of_48_need_the_published_memory():
 def test_one_more_expert_in_one_layer_costs_5_3_microseconds_at_1_79_terabytes_a_second():
     used = [28.0] * 48
     more = [29.0] + used[1:]
-    extra = cm.verification_seconds(cm.QWEN3_30B_A3B, cm.RTX_PRO_6000, more)
-    extra -= cm.verification_seconds(cm.QWEN3_30B_A3B, cm.RTX_PRO_6000, used)
+    extra = cm.verification_seconds(cm.QWEN3_30B_A3B, DEVICES["rtx-pro-6000"], more)
+    extra -= cm.verification_seconds(cm.QWEN3_30B_A3B, DEVICES["rtx-pro-6000"], used)
     assert extra == pytest.approx(5.272e-6, rel=1e-3)
 
 
@@ -51,7 +54,7 @@ def test_one_more_expert_in_every_layer_costs_a_quarter_millisecond_on_an_a100()
     # "Limits of Speculation" (2609.22156) measured about 0.26 ms on an A100 40 GB (1.555 TB/s)
     # to 80 GB (2.039 TB/s): the bytes of one expert in 48 layers give 0.22 to 0.29 ms.
     for bandwidth, milliseconds in ((1.555e12, 0.2913), (2.039e12, 0.2222)):
-        a100 = cm.Device("A100", bandwidth, cm.PCIE4_X16)
+        a100 = dataclasses.replace(DEVICES["h100"], name="A100", memory_bandwidth=bandwidth)
         extra = cm.verification_seconds(cm.QWEN3_30B_A3B, a100, 21)
         extra -= cm.verification_seconds(cm.QWEN3_30B_A3B, a100, 20)
         assert 1e3 * extra == pytest.approx(milliseconds, rel=1e-3)
@@ -59,7 +62,7 @@ def test_one_more_expert_in_every_layer_costs_a_quarter_millisecond_on_an_a100()
 
 def test_verification_adds_dense_weights_reads_loads_and_syncs():
     target = cm.TargetShape("tiny", 2, 8, 2, bytes_per_expert=100, dense_bytes=1000)
-    device = cm.Device("slow", memory_bandwidth=1000.0, link_bandwidth=50.0)
+    device = dataclasses.replace(DEVICES["h100"], memory_bandwidth=1000.0, link_bandwidth=50.0)
     # Dense 1000/1000, reads (3 + 5) * 100 / 1000, loads (1 + 2) * 100 / 50, waves (1 + 2) * 0.25.
     seconds = cm.verification_seconds(target, device, (3, 5), (1, 2), (1, 2), 0.25)
     assert seconds == pytest.approx(1.0 + 0.8 + 6.0 + 0.75)
@@ -87,15 +90,15 @@ def test_published_traffic_implies_the_loads_a_layer(
 def test_counts_that_a_layer_cannot_have_are_refused():
     for used in (-1, 129, [3.0] * 47, float("nan")):
         with pytest.raises(ValueError, match="used"):
-            cm.verification_seconds(cm.QWEN3_30B_A3B, cm.H200_SXM, used)
+            cm.verification_seconds(cm.QWEN3_30B_A3B, DEVICES["h200"], used)
     with pytest.raises(ValueError, match="misses"):
-        cm.verification_seconds(cm.QWEN3_30B_A3B, cm.H200_SXM, 3, misses=-1)
+        cm.verification_seconds(cm.QWEN3_30B_A3B, DEVICES["h200"], 3, misses=-1)
 
 
 def test_modelled_rows_scale_shares_of_a_small_model_to_the_full_size():
     measured = [cm.MeasuredSets("native", 0.5, 4.0), cm.MeasuredSets("acceptmoe", 0.25, 4.0)]
     native, acceptmoe = cm.modelled_rows(
-        measured, cm.QWEN3_30B_A3B, cm.QWEN3_30B_A3B_EAGLE3, cm.RTX_PRO_6000
+        measured, cm.QWEN3_30B_A3B, cm.QWEN3_30B_A3B_EAGLE3, DEVICES["rtx-pro-6000"]
     )
     assert (native.experts_used, acceptmoe.experts_used) == (64.0, 32.0)
     # 48 * 32 * 9,437,184 + 2,459,856,896 bytes at 1.79 TB/s.
@@ -110,14 +113,14 @@ def test_modelled_rows_scale_shares_of_a_small_model_to_the_full_size():
 
 def test_a_shorter_accepted_length_lowers_the_modelled_speed_in_proportion():
     measured = [cm.MeasuredSets("native", 0.5, 4.0), cm.MeasuredSets("cut", 0.5, 3.0)]
-    rows = cm.modelled_rows(measured, cm.GPT_OSS_120B, cm.GPT_OSS_120B_EAGLE3, cm.H100_SXM)
+    rows = cm.modelled_rows(measured, cm.GPT_OSS_120B, cm.GPT_OSS_120B_EAGLE3, DEVICES["h100"])
     assert rows[1].speed_ratio == pytest.approx(0.75)
 
 
 def test_plain_decoding_reads_top_k_experts_and_no_head():
     target = cm.QWEN3_30B_A3B
     measured = [cm.autoregressive_sets(target), cm.MeasuredSets("native", 0.5, 4.0)]
-    plain, _ = cm.modelled_rows(measured, target, cm.QWEN3_30B_A3B_EAGLE3, cm.H200_SXM)
+    plain, _ = cm.modelled_rows(measured, target, cm.QWEN3_30B_A3B_EAGLE3, DEVICES["h200"])
     assert plain.experts_used == 8
     assert plain.bytes_per_verification == 48 * 8 * 9_437_184 + 2_459_856_896
     assert plain.draft_milliseconds == 0.0
@@ -129,7 +132,9 @@ def test_the_modelled_gain_bounds_the_published_one_from_above():
         cm.MeasuredSets("native", 52 / 128, 4.39),
         cm.MeasuredSets("acceptmoe", 34 / 128, 4.39),
     ]
-    rows = cm.modelled_rows(measured, cm.QWEN3_30B_A3B, cm.QWEN3_30B_A3B_EAGLE3, cm.RTX_PRO_6000)
+    rows = cm.modelled_rows(
+        measured, cm.QWEN3_30B_A3B, cm.QWEN3_30B_A3B_EAGLE3, DEVICES["rtx-pro-6000"]
+    )
     assert rows[1].speed_ratio > 1.290
 
 
@@ -139,5 +144,5 @@ def test_a_missing_baseline_is_refused():
             [cm.MeasuredSets("acceptmoe", 0.2, 4.0)],
             cm.QWEN3_30B_A3B,
             cm.QWEN3_30B_A3B_EAGLE3,
-            cm.H200_SXM,
+            DEVICES["h200"],
         )

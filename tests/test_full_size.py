@@ -14,117 +14,23 @@ import pytest
 from acceptmoe_jax.models import eagle3
 from acceptmoe_jax.models.config import TargetConfig
 from acceptmoe_jax.models.eagle3 import Eagle3Config
-from acceptmoe_jax.runtime import pretrained, programs
+from acceptmoe_jax.models.experts import bank_weights
+from acceptmoe_jax.models.families import target_config
+from acceptmoe_jax.models.published import (
+    GPT_OSS_120B,
+    GPT_OSS_120B_EAGLE3,
+    PUBLISHED,
+    QWEN3_30B_A3B,
+)
+from acceptmoe_jax.runtime import abstract
 from acceptmoe_jax.selection import SelectorConfig
-from acceptmoe_jax.speculation import TreeConfig
 from acceptmoe_jax.weights.checkpoint import Checkpoint
 from acceptmoe_jax.weights.eagle3 import owns_embedding, owns_output
 from acceptmoe_jax.weights.key_maps import eagle3_key
 from acceptmoe_jax.weights.loading import TreePlan, check_complete, leaf_paths
 from acceptmoe_jax.weights.safetensors_io import TensorEntry
 from acceptmoe_jax.weights.targets import plan_target
-from pallas_kernels.masked_expert_gemm import ExpertBank
 from tests.gpt_oss_layout import BF16, layout
-
-# config.json of Qwen/Qwen3-30B-A3B-Instruct-2507 and of the SpecForge heads for it.
-QWEN3_MOE = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "intermediate_size": 6144,
-    "norm_topk_prob": True,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10_000_000,
-    "rope_scaling": None,
-    "max_position_embeddings": 262144,
-    "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
-    "tie_word_embeddings": False,
-}
-QWEN3_MOE_HEAD = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "hidden_size": 2048,
-    "intermediate_size": 12288,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "draft_vocab_size": 32000,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000,
-}
-# config.json of openai/gpt-oss-120b and of the heads for it.
-GPT_OSS = {
-    "architectures": ["GptOssForCausalLM"],
-    "attention_bias": True,
-    "attention_dropout": 0.0,
-    "eos_token_id": 200002,
-    "experts_per_token": 4,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2880,
-    "initial_context_length": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 2880,
-    "layer_types": ["sliding_attention", "full_attention"] * 18,
-    "max_position_embeddings": 131072,
-    "model_type": "gpt_oss",
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "num_local_experts": 128,
-    "output_router_logits": False,
-    "pad_token_id": 199999,
-    "quantization_config": {
-        "modules_to_not_convert": [
-            "model.layers.*.self_attn",
-            "model.layers.*.mlp.router",
-            "model.embed_tokens",
-            "lm_head",
-        ],
-        "quant_method": "mxfp4",
-    },
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "rope_type": "yarn",
-        "truncate": False,
-    },
-    "rope_theta": 150000,
-    "router_aux_loss_coef": 0.9,
-    "sliding_window": 128,
-    "swiglu_limit": 7.0,
-    "tie_word_embeddings": False,
-    "use_cache": True,
-    "vocab_size": 201088,
-}
-GPT_OSS_HEAD = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "hidden_size": 2880,
-    "intermediate_size": 17280,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 201088,
-    "draft_vocab_size": 32000,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10_000,
-    "eagle_config": {
-        "eagle_aux_hidden_state_layer_ids": [1, 17, 33],
-        "use_aux_hidden_state": True,
-    },
-}
 
 
 def qwen3_moe_layout() -> dict[str, tuple[tuple[int, ...], np.dtype]]:
@@ -153,9 +59,9 @@ def qwen3_moe_layout() -> dict[str, tuple[tuple[int, ...], np.dtype]]:
 # With the tensors and the bytes (`total_size`) that each index lists. No converted checkpoint is
 # official: its bytes are twice the 116.83 billion parameters of the model card.
 CHECKPOINTS = {
-    "qwen3_moe": (QWEN3_MOE, qwen3_moe_layout(), 18867, 61_064_245_248),
-    "gpt_oss": (GPT_OSS, layout(GPT_OSS, mxfp4=True), 687, 65_248_815_744),
-    "gpt_oss_bf16": (GPT_OSS, layout(GPT_OSS, mxfp4=False), 615, 233_658_313_344),
+    "qwen3_moe": (QWEN3_30B_A3B, qwen3_moe_layout(), 18867, 61_064_245_248),
+    "gpt_oss": (GPT_OSS_120B, layout(GPT_OSS_120B, mxfp4=True), 687, 65_248_815_744),
+    "gpt_oss_bf16": (GPT_OSS_120B, layout(GPT_OSS_120B, mxfp4=False), 615, 233_658_313_344),
 }
 
 
@@ -175,13 +81,17 @@ def without_files(
 @functools.cache
 def plans_of(name: str, dtype: jnp.dtype) -> tuple[TargetConfig, list[TreePlan]]:
     checkpoint = without_files(*CHECKPOINTS[name][:2])
-    config = pretrained.target_config(checkpoint)
+    config = target_config(checkpoint.config, checkpoint.config_file)
     return config, plan_target(checkpoint, config, dtype)
 
 
 def abstract_tree(plan: TreePlan) -> Any:
     leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves]
     return jax.tree.unflatten(plan.structure, leaves)
+
+
+def size_of(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 # --- Tensors -----------------------------------------------------------------------------------
@@ -217,13 +127,23 @@ def test_the_published_experts_of_gpt_oss_stay_packed():
         assert matrix.blocks.dtype == matrix.scales.dtype == jnp.uint8
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_abstract_weights_are_those_that_a_loader_plans(name):
+    setup = abstract.published_setup(PUBLISHED[name])
+    weights = abstract.abstract_weights(setup, jnp.bfloat16, mxfp4=PUBLISHED[name].mxfp4)
+    plans = plans_of({"qwen3-30b-a3b": "qwen3_moe", "gpt-oss-120b": "gpt_oss"}[name], jnp.bfloat16)
+    target, *banks = (abstract_tree(plan) for plan in plans[1])
+    assert weights.target == target
+    assert [bank_weights(bank) for bank in weights.banks] == banks
+
+
 # --- Heads -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("own_output", [True, False])
 @pytest.mark.parametrize("own_embedding", [True, False])
 def test_a_head_of_gpt_oss_is_as_published(own_embedding, own_output):
-    raw = dict(GPT_OSS_HEAD, draft_vocab_size=32000 if own_output else None)
+    raw = dict(GPT_OSS_120B_EAGLE3, draft_vocab_size=32000 if own_output else None)
     head = Eagle3Config.from_hf(raw, "config.json")
     assert head.aux_layer_ids == (1, 17, 33)
     expected = {
@@ -260,32 +180,17 @@ def test_the_default_layers_that_a_head_reads_are_sglangs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "raw_head"), [("qwen3_moe", QWEN3_MOE_HEAD), ("gpt_oss", GPT_OSS_HEAD)]
-)
-def test_the_full_round_compiles_and_copies_neither_weights_nor_caches(name, raw_head):
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_full_round_compiles_and_copies_neither_weights_nor_caches(name):
+    published = PUBLISHED[name]
     # In float32: for the CPU, XLA turns bfloat16 weights into float32 copies, ahead of the loops.
     dtype = jnp.float32
-    config, plans = plans_of(name, dtype)
-    head = Eagle3Config.from_hf(raw_head, "config.json")
-    slot_of = jax.ShapeDtypeStruct((config.num_experts,), jnp.int32)
-    target, *banks = (abstract_tree(plan) for plan in plans)
-    weights = programs.Weights(
-        target=target,
-        banks=tuple(ExpertBank(**bank, slot_of=slot_of) for bank in banks),
-        head=eagle3.abstract_params(head, dtype),
-        target_ids=jax.ShapeDtypeStruct((head.draft_vocab_size,), jnp.int32),
+    setup = abstract.published_setup(published)
+    weights = abstract.abstract_weights(setup, dtype, mxfp4=published.mxfp4)
+    run, arguments = abstract.abstract_round(
+        setup, weights, 4096, dtype, SelectorConfig(policy="acceptmoe", top_k=setup.target.top_k)
     )
-    capture = head.aux_layer_ids or config.default_aux_layers()
-    setup = programs.Setup(config, head, capture, False, TreeConfig())
-    state = jax.eval_shape(lambda: programs.empty_state(setup, 4096, dtype))
-    run = functools.partial(
-        programs.speculative_round, setup, selector=SelectorConfig(policy="acceptmoe")
-    )
-    phat = jax.ShapeDtypeStruct((6,), jnp.float32)
-    compiled = jax.jit(run, donate_argnums=1).lower(weights, state, phat).compile()
-    memory = compiled.memory_analysis()
-    caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    memory = jax.jit(run, donate_argnums=1).lower(*arguments).compile().memory_analysis()
+    caches = size_of(arguments[1])
     assert memory.alias_size_in_bytes >= 0.99 * caches, "a donated cache is copied"
-    one_layer = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(banks[0]))
-    assert memory.temp_size_in_bytes < one_layer, "weights are copied"
+    assert memory.temp_size_in_bytes < size_of(weights.banks[0]), "weights are copied"

@@ -11,6 +11,7 @@ import pytest
 
 from acceptmoe_jax.errors import UserError
 from acceptmoe_jax.models.experts import bank_weights
+from acceptmoe_jax.models.families import target_config
 from acceptmoe_jax.runtime import pretrained
 from acceptmoe_jax.runtime.programs import Weights
 from acceptmoe_jax.weights.checkpoint import Checkpoint
@@ -64,7 +65,8 @@ def write(directory: pathlib.Path, tensors: dict[str, np.ndarray], mxfp4: bool) 
 
 
 def load(checkpoint: Checkpoint, dtype: jnp.dtype = jnp.float32) -> Weights:
-    return pretrained.load_target(checkpoint, pretrained.target_config(checkpoint), dtype)
+    config = target_config(checkpoint.config, checkpoint.config_file)
+    return pretrained.load_target(checkpoint, config, dtype)
 
 
 @pytest.fixture(scope="module")

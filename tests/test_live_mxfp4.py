@@ -9,9 +9,8 @@ from transformers import GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from acceptmoe_jax.models import decoder
-from acceptmoe_jax.models.experts import bank_shapes, resident_bank
+from acceptmoe_jax.models.experts import EXPERT_MATRICES, bank_shapes, resident_bank
 from acceptmoe_jax.weights.checkpoint import Checkpoint
-from acceptmoe_jax.weights.key_maps import EXPERT_MATRICES
 from acceptmoe_jax.weights.saving import save_gpt_oss
 from pallas_kernels.masked_expert_gemm import ExpertBank
 from pallas_kernels.mxfp4 import Mxfp4, dequantise, quantise

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from acceptmoe_jax.models.config import AttentionConfig, RopeConfig
 from acceptmoe_jax.models.layers import Linear, RMSNorm
+from pallas_kernels.tree_attention import attend, tree_attention
 
 
 @flax.struct.dataclass
@@ -55,6 +56,14 @@ def window_mask(
     if window is None:
         return mask
     return mask & (positions[..., :, None] - columns[..., None, :] < window)
+
+
+def first_column(start: Int[Array, ""], window: int | None) -> Int[Array, ""] | int:
+    """The first cache row that rows at positions from `start` on may see through a window.
+
+    Cache rows before `start` hold the positions 0 to `start` - 1.
+    """
+    return 0 if window is None else jnp.maximum(start - window + 1, 0)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Float32[np.ndarray, "half"], float]:
@@ -108,39 +117,16 @@ def rotate(
     return rotated.astype(x.dtype)
 
 
-def attend(
-    q: Float[Array, "... T N H"],
-    k: Float[Array, "... S K H"],
-    v: Float[Array, "... S K H"],
-    mask: Bool[Array, "... T S"],
-    sinks: Float[Array, "N"] | None = None,
-) -> Float[Array, "... T N H"]:
-    """Softmax attention, scaled by `H ** -0.5`; scores and softmax are float32.
-
-    A masked column has weight exactly 0, whatever finite number its dead row holds. `sinks` are
-    the logits of one more column a query head, which takes its share of the softmax and is dropped.
-    """
-    *lead, rows, heads, width = q.shape
-    kv_heads = k.shape[-2]
-    grouped = q.reshape(*lead, rows, kv_heads, heads // kv_heads, width)
-    scores = jnp.einsum("...tkgh,...skh->...kgts", grouped, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask[..., None, None, :, :], scores * width**-0.5, -jnp.inf)
-    if sinks is None:
-        weights = jax.nn.softmax(scores, axis=-1)
-    else:
-        sink = sinks.astype(jnp.float32).reshape(kv_heads, -1, 1, 1)
-        top = jax.lax.stop_gradient(jnp.maximum(scores.max(axis=-1, keepdims=True), sink))
-        weights = jnp.exp(scores - top)
-        weights = weights / (weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - top))
-    out = jnp.einsum("...kgts,...skh->...tkgh", weights.astype(v.dtype), v)
-    return out.reshape(*lead, rows, heads, width)
-
-
 class Attention(nn.Module):
-    """The attention of a layer, with the options of its config."""
+    """The attention of a layer, with the options of its config.
+
+    `implementation` is that of `tree_attention`, where there is a cache; `interpret` likewise.
+    """
 
     config: AttentionConfig
     out_features: int
+    implementation: str = "xla"
+    interpret: bool = False
 
     @nn.compact
     def __call__(
@@ -150,10 +136,12 @@ class Attention(nn.Module):
         mask: Bool[Array, "... T S"],
         cache: LayerCache | None = None,
         start: Int[Array, ""] | None = None,
+        begin: Int[Array, ""] | int = 0,
     ) -> tuple[Float[Array, "... T D"], LayerCache | None]:
         """Writes the T new rows at cache row `start`, then attends to what `mask` allows.
 
-        Without a cache the S columns are the T rows themselves; with one they are its rows.
+        Without a cache the S columns are the T rows themselves; with one they are its rows, of
+        which `mask` shows none before `begin` and none after the new ones.
         """
         c = self.config
         heads, kv_heads, width = c.num_heads, c.num_kv_heads, c.head_dim
@@ -180,5 +168,19 @@ class Attention(nn.Module):
         if c.sinks:
             init = nn.with_logical_partitioning(nn.initializers.zeros, ("heads",))
             sinks = self.param("sinks", init, (heads,))
-        out = attend(q, k, v, mask, sinks).reshape(*x.shape[:-1], heads * width)
+        if cache is None:
+            out = attend(q, k, v, mask, sinks)
+        else:
+            out = tree_attention(
+                q,
+                k,
+                v,
+                mask,
+                sinks,
+                begin=begin,
+                end=start + x.shape[-2],
+                implementation=self.implementation,
+                interpret=self.interpret,
+            )
+        out = out.reshape(*x.shape[:-1], heads * width)
         return Linear(self.out_features, ("embed", "heads"), c.bias, name="o_proj")(out), cache

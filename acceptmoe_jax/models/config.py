@@ -118,6 +118,11 @@ class TargetConfig:
         return None
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The distinct windows of the layers."""
+        return tuple(dict.fromkeys(self.window(layer) for layer in range(self.num_layers)))
+
+    @property
     def moe_layers(self) -> tuple[int, ...]:
         """The layers with experts, ascending."""
         return tuple(i for i in range(self.num_layers) if i not in self.dense_layers)

@@ -15,7 +15,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from acceptmoe_jax.models.attention import Attention, LayerCache, empty_cache, window_mask
+from acceptmoe_jax.models.attention import (
+    Attention,
+    LayerCache,
+    empty_cache,
+    first_column,
+    window_mask,
+)
 from acceptmoe_jax.models.config import TargetConfig
 from acceptmoe_jax.models.experts import ExpertBank, init_bank
 from acceptmoe_jax.models.layers import Embedding, GatedMLP, Linear, RMSNorm
@@ -32,6 +38,33 @@ class Forward:
     captured: Float[Array, "... T A"]  # outputs of the captured layers, concatenated in order
     caches: tuple[LayerCache, ...] | None
     moe: tuple[Any, ...]  # what `moe` returned beside its output, a MoE layer each
+
+
+@flax.struct.dataclass
+class LayerView:
+    """What the rows of a layer see: `mask`, which shows no cache row before `begin`."""
+
+    mask: Bool[Array, "... T S"]
+    begin: Int[Array, ""] | int
+
+
+def layer_views(
+    config: TargetConfig,
+    positions: Int[Array, "... T"],
+    mask: Bool[Array, "... T S"],
+    cache_rows: int | None,
+    start: Int[Array, ""] | None,
+) -> dict[int | None, LayerView]:
+    """The view of a layer by its window; arguments as `Decoder` takes them."""
+    columns, begins = positions, dict.fromkeys(config.windows, 0)
+    if cache_rows is not None:
+        begins = {window: first_column(start, window) for window in begins}
+        columns = jnp.arange(cache_rows, dtype=positions.dtype)
+        columns = jax.lax.dynamic_update_slice_in_dim(columns, positions, start, 0)
+    return {
+        window: LayerView(window_mask(mask, positions, columns, window), begin)
+        for window, begin in begins.items()
+    }
 
 
 class Router(nn.Module):
@@ -52,21 +85,20 @@ class DecoderLayer(nn.Module):
 
     config: TargetConfig
     layer: int
+    attention: str = "xla"
+    interpret: bool = False
 
     def setup(self):
         c = self.config
-        self.self_attn = Attention(c.attention, c.hidden_size)
+        self.self_attn = Attention(c.attention, c.hidden_size, self.attention, self.interpret)
         self.input_layernorm = RMSNorm(c.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(c.rms_norm_eps)
         dense = self.layer in c.dense_layers
         self.mlp = GatedMLP(c.dense_width) if dense else Router(c)
 
-    def __call__(self, x, positions, mask, cache, start, bank, moe: MoeFunction):
+    def __call__(self, x, positions, view, cache, start, bank, moe: MoeFunction):
         """Returns the layer's output [..., T, D], its cache, and a list of 0 or 1 statistics."""
-        with jax.named_scope("attention"):
-            y, cache = self.self_attn(self.input_layernorm(x), positions, mask, cache, start)
-            x = x + y
-        h = self.post_attention_layernorm(x)
+        x, h, cache = self.attend(x, positions, view, cache, start)
         if self.layer in self.config.dense_layers:
             return x + self.mlp(h), cache, []
         with jax.named_scope("experts"):
@@ -75,16 +107,36 @@ class DecoderLayer(nn.Module):
             y, info = moe(self.layer, rows, logits.reshape(-1, logits.shape[-1]), bank)
         return x + y.reshape(x.shape), cache, [info]
 
+    def attend(self, x, positions, view, cache, start):
+        """The first half: x with its attention added, what the MLP reads, and the cache."""
+        with jax.named_scope("attention"):
+            h = self.input_layernorm(x)
+            y, cache = self.self_attn(h, positions, view.mask, cache, start, view.begin)
+            x = x + y
+        return x, self.post_attention_layernorm(x), cache
+
+    def route(self, x, positions, view, cache, start):
+        """The half of a MoE layer before its experts: (x, h, router logits, cache)."""
+        x, h, cache = self.attend(x, positions, view, cache, start)
+        return x, h, self.mlp(h), cache
+
 
 class Decoder(nn.Module):
-    """The whole model: embedding, layers, final norm and output head."""
+    """The whole model: embedding, layers, final norm and output head.
+
+    `attention` and `interpret` say how `tree_attention` runs over caches.
+    """
 
     config: TargetConfig
+    attention: str = "xla"
+    interpret: bool = False
 
     def setup(self):
         c = self.config
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
-        self.layers = [DecoderLayer(c, layer) for layer in range(c.num_layers)]
+        self.layers = [
+            DecoderLayer(c, layer, self.attention, self.interpret) for layer in range(c.num_layers)
+        ]
         self.norm = RMSNorm(c.rms_norm_eps)
         if not c.tie_word_embeddings:
             self.lm_head = Linear(c.vocab_size, ("vocab", "embed"))
@@ -108,7 +160,8 @@ class Decoder(nn.Module):
           positions: rotary positions; in a draft tree, prefix length + depth.
           mask: which columns each row sees, windows aside. Without caches S = T; with caches S
             is their length and the rows are written at cache row `start` first. Cache rows
-            before `start` hold the positions 0 to `start` - 1.
+            before `start` hold the positions 0 to `start` - 1, and no row's position is less
+            than `start`; rows see nothing behind the new rows.
           banks: the experts of each layer; None for dense layers.
           moe: what a MoE layer does with its rows and router logits.
           caches: one a layer, for a single sequence (no leading axes); None in training.
@@ -116,26 +169,27 @@ class Decoder(nn.Module):
           capture: ids of the layers whose outputs are returned (EAGLE-3 reads three).
         """
         x = self.embed_tokens(tokens)
-        columns = positions
-        if caches is not None:
-            columns = jnp.arange(caches[0].k.shape[0], dtype=positions.dtype)
-            columns = jax.lax.dynamic_update_slice_in_dim(columns, positions, start, 0)
-        windows = [self.config.window(layer) for layer in range(self.config.num_layers)]
-        masks = {window: window_mask(mask, positions, columns, window) for window in set(windows)}
+        rows = None if caches is None else caches[0].k.shape[0]
+        views = layer_views(self.config, positions, mask, rows, start)
         new_caches, infos, captured = [], [], []
         for layer, module in enumerate(self.layers):
             cache = None if caches is None else caches[layer]
-            seen = masks[windows[layer]]
-            x, cache, info = module(x, positions, seen, cache, start, banks[layer], moe)
+            view = views[self.config.window(layer)]
+            x, cache, info = module(x, positions, view, cache, start, banks[layer], moe)
             new_caches.append(cache)
             infos.extend(info)
             if layer in capture:
                 captured.append(x)
+        caches = None if caches is None else tuple(new_caches)
+        return self.finish(x, tuple(captured), caches, tuple(infos))
+
+    def finish(self, x, captured, caches, infos) -> Forward:
+        """What follows the last layer."""
         return Forward(
             hidden=self.norm(x),
             captured=jnp.concatenate(captured, axis=-1) if captured else x[..., :0],
-            caches=None if caches is None else tuple(new_caches),
-            moe=tuple(infos),
+            caches=caches,
+            moe=infos,
         )
 
     def embed(self, tokens: Int[Array, "... T"]) -> Float[Array, "... T D"]:

@@ -5,6 +5,9 @@ import jax.numpy as jnp
 
 from acceptmoe_jax.models.config import TargetConfig
 from pallas_kernels.masked_expert_gemm import ExpertBank, Matrix
+from pallas_kernels.mxfp4 import quantise
+
+EXPERT_MATRICES = ("gate", "up", "down")
 
 # Logical axes of each leaf, for sharding a bank over a device mesh.
 BANK_AXES = {
@@ -37,12 +40,22 @@ def bank_weights(bank: ExpertBank) -> dict[str, Matrix | jax.Array]:
     return {name: leaf for name in BANK_AXES if (leaf := getattr(bank, name)) is not None}
 
 
-def abstract_bank(config: TargetConfig, dtype: jnp.dtype, slots: int | None = None) -> ExpertBank:
-    """The bank as `jax.ShapeDtypeStruct`s: what a loader fills and a compiler needs."""
+def abstract_bank(
+    config: TargetConfig, dtype: jnp.dtype, slots: int | None = None, *, packed: bool = False
+) -> ExpertBank:
+    """The bank as `jax.ShapeDtypeStruct`s: what a loader fills and a compiler needs.
+
+    Args:
+      dtype: of the leaves.
+      slots: all experts by default.
+      packed: the matrices are MXFP4.
+    """
     leaves = {
         name: jax.ShapeDtypeStruct(shape, dtype)
         for name, shape in bank_shapes(config, slots).items()
     }
+    if packed:
+        leaves |= {name: jax.eval_shape(quantise, leaves[name]) for name in EXPERT_MATRICES}
     slot_of = jax.ShapeDtypeStruct((config.num_experts,), jnp.int32)
     return ExpertBank(**leaves, slot_of=slot_of)
 

@@ -18,25 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Bytes a second from pinned host memory in practice; the raw rates are 64 and 32 GB/s.
-PCIE5_X16 = 57e9
-PCIE4_X16 = 26.5e9
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """A GPU: bandwidth of its memory, and of its link to the host, in bytes a second."""
-
-    name: str
-    memory_bandwidth: float
-    link_bandwidth: float
-
-
-# Memory bandwidths: NVIDIA's data sheets.
-RTX_5090 = Device("RTX 5090", 1.79e12, PCIE5_X16)
-RTX_PRO_6000 = Device("RTX PRO 6000 Blackwell", 1.79e12, PCIE5_X16)
-H100_SXM = Device("H100 SXM", 3.35e12, PCIE5_X16)
-H200_SXM = Device("H200 SXM", 4.8e12, PCIE5_X16)
+from pallas_kernels.devices import Device
 
 
 @dataclasses.dataclass(frozen=True)

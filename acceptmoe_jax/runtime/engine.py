@@ -1,9 +1,10 @@
-"""The engine with all experts on the device: a small object around the jitted programs."""
+"""The engine: a small object around the programs, whether all experts are on the device or not."""
 
+import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,13 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from acceptmoe_jax.errors import UserError
-from acceptmoe_jax.runtime import programs
+from acceptmoe_jax.offload.config import OffloadConfig
+from acceptmoe_jax.offload.loads import Loads
+from acceptmoe_jax.runtime.offloaded import OffloadedRunner
 from acceptmoe_jax.runtime.pretrained import Pretrained, load_pretrained
+from acceptmoe_jax.runtime.resident import ResidentRunner
+from acceptmoe_jax.runtime.state import DecodeState, empty_state
 from acceptmoe_jax.runtime.statistics import DecodeStatistics
 from acceptmoe_jax.selection import CommitmentTable, SelectorConfig
 from acceptmoe_jax.speculation import TreeConfig
 from acceptmoe_jax.text import harmony
 from acceptmoe_jax.text.stopping import StopReason, StopRules
+from pallas_kernels.implementations import Implementations, implementations
 
 COMMITMENT_FILE = "commitment.json"
 AUTOREGRESSIVE = "autoregressive"
@@ -68,6 +74,7 @@ class Engine:
         *,
         dtype: jnp.dtype,
         max_length: int,
+        offload: OffloadConfig | None = None,
     ):
         """See `from_pretrained`, which is the usual way to make one."""
         config = model.setup.target
@@ -87,7 +94,11 @@ class Engine:
         self.commitment = commitment
         self.dtype = dtype
         self.max_length = max_length
-        self._compiled: dict[tuple, Callable] = {}
+        self.runner: ResidentRunner | OffloadedRunner
+        if offload is None:
+            self.runner = ResidentRunner(model.setup, model.weights)
+        else:
+            self.runner = OffloadedRunner(model.setup, model.weights, model.store, offload)
 
     @classmethod
     def from_pretrained(
@@ -100,6 +111,8 @@ class Engine:
         dtype: str | jnp.dtype = "bfloat16",
         max_length: int | None = None,
         tree: TreeConfig = TreeConfig(),
+        kernels: str | Implementations = "auto",
+        offload: OffloadConfig | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> "Engine":
         """Loads a target, and a head to draft with.
@@ -115,13 +128,29 @@ class Engine:
           max_length: longest prompt plus answer, in tokens; the model's own limit by default,
             at most 4096.
           tree: shape of the draft trees.
+          kernels: "auto" chooses by the device, "xla" is plain JAX, "triton" and "mosaic" are
+            Pallas kernels for NVIDIA GPUs; or an implementation for each op.
+          offload: keep the experts in host memory, and this many slots a layer on the device.
           progress: called with the bytes of every leaf that was placed.
 
         Raises:
           UserError: naming the file, key or argument.
         """
         dtype = jnp.dtype(dtype)
-        model = load_pretrained(target, draft, dtype=dtype, tree=tree, progress=progress)
+        if isinstance(kernels, str):
+            try:
+                kernels = implementations(kernels)
+            except (NotImplementedError, ValueError) as error:
+                raise UserError(f"kernels: {error}") from None
+        model = load_pretrained(
+            target,
+            draft,
+            dtype=dtype,
+            tree=tree,
+            implementations=kernels,
+            offload=offload,
+            progress=progress,
+        )
         if commitment is None and draft is not None and use_commitment:
             places = [model.head.directory, model.target.directory]
             found = [place / COMMITMENT_FILE for place in places]
@@ -130,7 +159,7 @@ class Engine:
             commitment = CommitmentTable.load(commitment)
         if max_length is None:
             max_length = min(model.setup.target.max_positions, 4096)
-        return cls(model, commitment, dtype=dtype, max_length=max_length)
+        return cls(model, commitment, dtype=dtype, max_length=max_length, offload=offload)
 
     @property
     def tokenizer(self):
@@ -259,6 +288,7 @@ class Engine:
             num_layers=len(setup.target.moe_layers),
             max_depth=setup.tree.steps,
         )
+        self.runner.begin_request()
         state = self._prefill(ids, rules.max_new_tokens, statistics)
         forward = self._plain_forward if selector == AUTOREGRESSIVE else self._tree_forward
         channels = harmony.ChannelReader(self.tokenizer, ids)
@@ -276,65 +306,65 @@ class Engine:
         text = rules.trim(answer.final)
         return Generation(ids, tuple(emitted), text, answer.analysis, reason, statistics)
 
-    def _prefill(self, ids, max_new_tokens, statistics) -> programs.DecodeState:
+    def _prefill(self, ids, max_new_tokens, statistics) -> DecodeState:
         chunks = _split(ids)
         padded = sum(size for _, size in chunks)
         rows = max(len(ids) + max_new_tokens + self.model.setup.spare_rows, padded)
-        state = programs.empty_state(self.model.setup, _cache_rows(rows), self.dtype)
+        state = empty_state(self.model.setup, _cache_rows(rows), self.dtype)
         for at, size in chunks:
             part = ids[at : at + size]
             tokens = np.zeros(size, np.int32)
             tokens[: len(part)] = part
             following = ids[at + size] if at + size < len(ids) else -1
             args = (state, jnp.asarray(tokens), jnp.int32(len(part)), jnp.int32(following))
-            run = self._program(programs.prefill_chunk, args, statistics)
-            begin = time.perf_counter()
-            state = jax.block_until_ready(run(*args))
-            statistics.prefill_seconds += time.perf_counter() - begin
+            with self._timed(statistics) as timed:
+                state = jax.block_until_ready(self.runner.prefill(*args))
+            statistics.prefill_seconds += timed.seconds
+            statistics.prefill_bytes += timed.loads.streamed.bytes
         return state
 
     def _plain_forward(self, state, selector, statistics, audit):
         del selector, audit  # plain decoding is native by definition
-        run = self._program(programs.autoregressive_step, (state,), statistics)
-        begin = time.perf_counter()
-        state, counts = run(state)
-        token, counts = jax.device_get((state.last_token, counts))
-        seconds = time.perf_counter() - begin
-        statistics.add_forward(1, counts, np.zeros(1, int), seconds)
+        with self._timed(statistics) as timed:
+            state, counts = self.runner.step(state)
+            token, counts = jax.device_get((state.last_token, counts))
+        statistics.add_forward(1, counts, np.zeros(1, int), timed.seconds, timed.loads)
         statistics.add_audit(rows=1, agreeing=1, kl=0.0)
         return state, (int(token),)
 
     def _tree_forward(self, state, selector, statistics, audit):
         phat = self.commitment.phat if self.commitment is not None else (1.0,)
-        args = (state, jnp.asarray(phat, jnp.float32))
-        run = self._program(programs.speculative_round, args, statistics, selector=selector)
-        begin = time.perf_counter()
-        state, done = run(*args)
-        tree, accepted, counts = jax.device_get((done.tree, done.acceptance, done.counts))
-        seconds = time.perf_counter() - begin
+        with self._timed(statistics) as timed:
+            state, done = self.runner.round(state, jnp.asarray(phat, jnp.float32), selector)
+            tree, accepted, counts = jax.device_get((done.tree, done.acceptance, done.counts))
         length = int(accepted.length)
-        statistics.add_forward(length, counts, tree.depth[tree.valid], seconds)
+        statistics.add_forward(length, counts, tree.depth[tree.valid], timed.seconds, timed.loads)
         if audit:
-            state = self._audit(state, done, length, statistics)
+            with self._timed(statistics):
+                state, result = self.runner.audit(state, done)
+            statistics.add_audit(length, int(result.agreeing), float(result.kl))
         return state, tuple(int(token) for token in accepted.tokens[:length])
 
-    def _audit(self, state, done, length, statistics) -> programs.DecodeState:
-        run = self._program(programs.audit_round, (state, done), statistics)
-        state, result = run(state, done)
-        statistics.add_audit(length, int(result.agreeing), float(result.kl))
-        return state
+    @contextlib.contextmanager
+    def _timed(self, statistics: DecodeStatistics) -> Iterator["_Timed"]:
+        """Times a forward without what it had to compile, which is added to the statistics."""
+        timed = _Timed()
+        loads, compiled = self.runner.loads, self.runner.compiled.seconds
+        begin = time.perf_counter()
+        yield timed
+        elapsed = time.perf_counter() - begin
+        compiling = self.runner.compiled.seconds - compiled
+        statistics.compile_seconds += compiling
+        timed.seconds = elapsed - compiling
+        timed.loads = self.runner.loads - loads
 
-    def _program(self, function, args, statistics, **static) -> Callable:
-        """`function` compiled for the shapes of `args`, the state being the first and donated."""
-        shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(args))
-        key = (function, shapes, tuple(static.items()))
-        if key not in self._compiled:
-            begin = time.perf_counter()
-            bound = functools.partial(function, self.model.setup, **static)
-            lowered = jax.jit(bound, donate_argnums=1).lower(self.model.weights, *args)
-            self._compiled[key] = functools.partial(lowered.compile(), self.model.weights)
-            statistics.compile_seconds += time.perf_counter() - begin
-        return self._compiled[key]
+
+@dataclasses.dataclass
+class _Timed:
+    """What a forward took."""
+
+    seconds: float = 0.0
+    loads: Loads = Loads()
 
 
 def _ignore(index: int, tokens: tuple[int, ...]) -> None:

@@ -10,16 +10,18 @@ from acceptmoe_jax.models import eagle3
 from acceptmoe_jax.models.config import TargetConfig
 from acceptmoe_jax.models.eagle3 import Eagle3Config
 from acceptmoe_jax.models.experts import resident_bank
-from acceptmoe_jax.models.gpt_oss import GptOssConfig
-from acceptmoe_jax.models.qwen3_moe import Qwen3MoeConfig
-from acceptmoe_jax.runtime.programs import Setup, Weights
+from acceptmoe_jax.models.families import target_config
+from acceptmoe_jax.offload.config import OffloadConfig
+from acceptmoe_jax.offload.host_store import HostStore
+from acceptmoe_jax.runtime.state import Setup, Weights
 from acceptmoe_jax.selection import config_hash
 from acceptmoe_jax.speculation import TreeConfig
 from acceptmoe_jax.text.tokenizer import Tokenizer
 from acceptmoe_jax.weights.checkpoint import Checkpoint, resolve_directory
 from acceptmoe_jax.weights.eagle3 import load_eagle3, owns_embedding, owns_output
-from acceptmoe_jax.weights.loading import load_trees
+from acceptmoe_jax.weights.loading import check_complete, load_trees
 from acceptmoe_jax.weights.targets import plan_target
+from pallas_kernels.implementations import Implementations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Pretrained:
     tokenizer: Tokenizer
     target: Checkpoint
     head: Checkpoint | None
+    store: HostStore | None = None  # of the experts, where they are offloaded
 
     @property
     def hashes(self) -> tuple[str, str]:
@@ -44,6 +47,8 @@ def load_pretrained(
     *,
     dtype: jnp.dtype,
     tree: TreeConfig,
+    implementations: Implementations = Implementations(),
+    offload: OffloadConfig | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Pretrained:
     """Loads a target and a head from directories or hub ids.
@@ -53,25 +58,34 @@ def load_pretrained(
       draft: of an EAGLE-3 head for it; None for plain decoding.
       dtype: of the weights in memory.
       tree: shape of the draft trees.
+      implementations: of the kernels.
+      offload: if given, the experts go to host memory.
       progress: called with the bytes of every leaf that was placed.
 
     Raises:
       UserError: naming the file, key or flag, for anything missing, damaged or mismatched.
     """
     checkpoint = Checkpoint.open(resolve_directory(target))
-    config = target_config(checkpoint)
+    config = target_config(checkpoint.config, checkpoint.config_file)
     tokenizer = Tokenizer.from_directory(checkpoint.directory)
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
             f"{checkpoint.directory}: tokenizer.json has {tokenizer.vocab_size} tokens, but "
             f"config.json says vocab_size = {config.vocab_size}"
         )
-    setup = Setup(config, None, (), False, tree)
+    setup = Setup(config, None, (), False, tree, implementations)
     head_checkpoint = None
     if draft is not None:
         head_checkpoint = Checkpoint.open(resolve_directory(draft))
         setup = _with_head(setup, head_checkpoint)
-    weights = load_target(checkpoint, config, dtype, progress)
+    if offload is None:
+        weights, store = load_target(checkpoint, config, dtype, progress), None
+    else:
+        try:
+            offload.check_experts(config.num_experts, config.top_k)
+        except ValueError as error:
+            raise UserError(f"offload: {error}") from None
+        weights, store = load_offloaded(checkpoint, config, dtype, progress)
     if head_checkpoint is not None:
         params, target_ids = load_eagle3(
             head_checkpoint,
@@ -82,23 +96,7 @@ def load_pretrained(
             progress=progress,
         )
         weights = weights.replace(head=params, target_ids=jnp.asarray(target_ids))
-    return Pretrained(setup, weights, tokenizer, checkpoint, head_checkpoint)
-
-
-def target_config(checkpoint: Checkpoint) -> TargetConfig:
-    """The config of a target, whose `model_type` says which family it is of.
-
-    Raises:
-      UserError: naming the file and the key, also where the family is another.
-    """
-    families = {"qwen3_moe": Qwen3MoeConfig, "gpt_oss": GptOssConfig}
-    family = checkpoint.config.get("model_type")
-    if family not in families:
-        raise UserError(
-            f"{checkpoint.config_file}: model_type = {family!r} is not supported "
-            f"(only {', '.join(families)})"
-        )
-    return families[family].from_hf(checkpoint.config, checkpoint.config_file)
+    return Pretrained(setup, weights, tokenizer, checkpoint, head_checkpoint, store)
 
 
 def load_target(
@@ -124,6 +122,21 @@ def load_target(
             for layer in range(config.num_layers)
         ),
     )
+
+
+def load_offloaded(
+    checkpoint: Checkpoint,
+    config: TargetConfig,
+    dtype: jnp.dtype,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[Weights, HostStore]:
+    """Loads the dense parameters, and every expert into pinned host memory; see `load_target`."""
+    dense, *banks = plan_target(checkpoint, config, dtype)
+    check_complete(checkpoint, [dense, *banks])
+    of_experts = {key for plan in banks for leaf in plan.leaves for key in leaf.keys}
+    [params] = load_trees(checkpoint, [dense], ignore=of_experts, progress=progress)
+    plans = dict(zip(config.moe_layers, banks))
+    return Weights(params, banks=()), HostStore.from_checkpoint(checkpoint, plans, progress)
 
 
 def _with_head(setup: Setup, checkpoint: Checkpoint) -> Setup:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from acceptmoe_jax.offload.loads import Loads
+
 
 @dataclasses.dataclass
 class DecodeStatistics:
@@ -21,6 +23,8 @@ class DecodeStatistics:
       decode_seconds: wall time of the verifications, from dispatch until their tokens are on the
         host; neither prefill, compilation nor audits.
       prefill_seconds, compile_seconds: those two, apart.
+      loads: of the verifications, where experts are offloaded.
+      prefill_bytes: of experts that prefill streamed.
     """
 
     num_layers: int
@@ -32,12 +36,16 @@ class DecodeStatistics:
     decode_seconds: float = 0.0
     prefill_seconds: float = 0.0
     compile_seconds: float = 0.0
+    loads: Loads = Loads()
+    prefill_bytes: int = 0
 
     def __post_init__(self):
         self.nodes_by_depth = np.zeros(self.max_depth + 1, np.int64)
         self.natural_union, self.eligible, self.used = np.zeros((3, self.num_layers), np.int64)
 
-    def add_forward(self, accepted: int, counts: Any, depths: np.ndarray, seconds: float) -> None:
+    def add_forward(
+        self, accepted: int, counts: Any, depths: np.ndarray, seconds: float, loads: Loads
+    ) -> None:
         """Adds one target forward.
 
         Args:
@@ -45,6 +53,7 @@ class DecodeStatistics:
           counts: `LayerCounts` on the host.
           depths: depths of its valid nodes.
           seconds: its wall time.
+          loads: what it moved.
         """
         self.accepted_lengths.append(accepted)
         self.nodes_by_depth += np.bincount(depths, minlength=self.nodes_by_depth.size)
@@ -52,6 +61,7 @@ class DecodeStatistics:
         self.eligible += counts.eligible
         self.used += counts.used
         self.decode_seconds += seconds
+        self.loads += loads
 
     def add_audit(self, rows: int, agreeing: int, kl: float) -> None:
         """Adds the comparison of one verification with native routing."""
@@ -81,6 +91,7 @@ def summarise(statistics: Sequence[DecodeStatistics], tokens: int) -> dict[str, 
       `tokens`, `decoded_tokens` (without each prompt's first, which prefill yields), `seconds`
       (decoding only), `tokens_per_second` (of decoded tokens), `accepted_length`, the mean set
       sizes per layer and verification, and the quality beside them; a mean of nothing is None.
+      Where experts were moved also what that took (see `_traffic`).
     """
     verifications = sum(s.verifications for s in statistics)
     rows = sum(s.audited_rows for s in statistics)
@@ -106,6 +117,27 @@ def summarise(statistics: Sequence[DecodeStatistics], tokens: int) -> dict[str, 
         "audited_rows": rows,
         "prefill_seconds": sum(s.prefill_seconds for s in statistics),
         "compile_seconds": sum(s.compile_seconds for s in statistics),
+    } | _traffic(statistics, decoded, seconds)
+
+
+def _traffic(
+    statistics: Sequence[DecodeStatistics], decoded: int, seconds: float
+) -> dict[str, float | None]:
+    """Of the verifications: bytes a decoded token, hit rate on unique used experts, share of the
+    time in which the host waited for experts, waves per layer and verification. Prefill's bytes
+    stand apart, and audits' are not counted. Empty where nothing was moved."""
+    loads = sum((s.loads for s in statistics), Loads())
+    prefill = sum(s.prefill_bytes for s in statistics)
+    if not loads.table.waves and not prefill:
+        return {}
+    forwards = sum(s.verifications * s.num_layers for s in statistics)
+    return {
+        "h2d_bytes_per_token": _ratio(loads.traffic.bytes, decoded),
+        "hit_rate": loads.table.hit_rate,
+        "misses": _ratio(loads.table.misses, forwards),
+        "wait_share": _ratio(loads.traffic.wait_seconds, seconds),
+        "waves": _ratio(loads.table.waves, forwards),
+        "prefill_bytes": prefill,
     }
 
 

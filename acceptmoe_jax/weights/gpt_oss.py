@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from acceptmoe_jax.errors import UserError
-from acceptmoe_jax.models.experts import abstract_bank, bank_weights
+from acceptmoe_jax.models.experts import EXPERT_MATRICES, abstract_bank, bank_weights
 from acceptmoe_jax.models.gpt_oss import GptOssConfig
 from acceptmoe_jax.weights.checkpoint import Checkpoint
-from acceptmoe_jax.weights.key_maps import EXPERT_MATRICES, gpt_oss_expert_key
+from acceptmoe_jax.weights.key_maps import gpt_oss_expert_key
 from acceptmoe_jax.weights.loading import Part, TreePlan, leaf_paths, plan_tree
 from acceptmoe_jax.weights.safetensors_io import host_array
 from pallas_kernels.masked_expert_gemm import ExpertBank, numbers
@@ -39,10 +39,10 @@ def plan_bank(
       UserError: naming file and keys, if the layer's keys show neither format or both, or if
         MXFP4's blocks do not fit the config.
     """
-    weights = bank_weights(abstract_bank(config, dtype))
-    if _is_packed(checkpoint, layer):
+    packed = _is_packed(checkpoint, layer)
+    if packed:
         check_blocks(config.hidden_size, config.expert_width, checkpoint.config_file)
-        weights |= {name: _abstract_mxfp4(weights[name].shape) for name in EXPERT_MATRICES}
+    weights = bank_weights(abstract_bank(config, dtype, packed=packed))
     shapes = {path: leaf.shape for path, leaf in leaf_paths(weights)}
     return plan_tree(weights, lambda path: _part(layer, path, shapes[path]), dtype=dtype)
 
@@ -107,10 +107,6 @@ def _is_packed(checkpoint: Checkpoint, layer: int) -> bool:
             f"{gpt_oss_expert_key(layer, _PACKED[0])}"
         )
     return bool(packed)
-
-
-def _abstract_mxfp4(shape: tuple[int, ...]) -> Mxfp4:
-    return jax.eval_shape(quantise, jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
 def _part(layer: int, path: tuple[str, ...], shape: tuple[int, ...]) -> str | Part:

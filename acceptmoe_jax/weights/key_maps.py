@@ -5,8 +5,6 @@ from collections.abc import Iterable
 
 from acceptmoe_jax.errors import UserError
 
-EXPERT_MATRICES = ("gate", "up", "down")
-
 
 def target_key(path: tuple[str, ...]) -> str:
     """Dense parameters of both families: ("layers_3", "mlp", "gate", "weight") ->

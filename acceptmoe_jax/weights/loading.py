@@ -201,7 +201,7 @@ def _load(checkpoint: Checkpoint, plan: TreePlan, progress: Callable[[int], None
                 tensor = checkpoint.entries[leaf.keys[0]].read()
             host = aligned_empty(leaf.shape, leaf.dtype)
             if leaf.view is not None:
-                _copy(leaf.view(tensor), host)
+                copy(leaf.view(tensor), host)
             else:
                 _read(checkpoint, leaf, host)
             nbytes = host.nbytes
@@ -232,11 +232,14 @@ def _read(checkpoint: Checkpoint, leaf: LeafPlan, host: np.ndarray) -> None:
             out[...] = entry.read()
 
 
-def _copy(view: np.ndarray, host: np.ndarray) -> None:
+def copy(view: np.ndarray, host: np.ndarray) -> None:
     """Fills `host` from a view that may be strided; several times as fast as one assignment."""
     if view.dtype == host.dtype:  # numpy is slow with dtypes that are not its own, as bfloat16
         raw = np.dtype(f"u{view.dtype.itemsize}")
         view, host = view.view(raw), host.view(raw)
+    if host.ndim < 3:
+        host[...] = view
+        return
     for i in range(len(host)):  # a transposed matrix at a time stays in the cache
         host[i] = view[i]
 

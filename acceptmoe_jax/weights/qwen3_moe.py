@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 
-from acceptmoe_jax.models.experts import abstract_bank, bank_weights
+from acceptmoe_jax.models.experts import EXPERT_MATRICES, abstract_bank, bank_weights
 from acceptmoe_jax.models.qwen3_moe import Qwen3MoeConfig
 from acceptmoe_jax.weights.checkpoint import Checkpoint
-from acceptmoe_jax.weights.key_maps import EXPERT_MATRICES, qwen3_moe_expert_keys
+from acceptmoe_jax.weights.key_maps import qwen3_moe_expert_keys
 from acceptmoe_jax.weights.loading import TreePlan, plan_tree
 from acceptmoe_jax.weights.safetensors_io import host_array
 from pallas_kernels.masked_expert_gemm import ExpertBank

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.masked_expert_gemm.activation import GatedActivation
+from pallas_kernels.masked_expert_gemm.assignments import assign
 from pallas_kernels.masked_expert_gemm.bank import ExpertBank, gathered, gathered_bias
-from pallas_kernels.masked_expert_gemm.ref import combine
 
 BLOCK_ROWS = 16
 
@@ -27,26 +27,14 @@ def blocks(
     used_ids_E: Int[Array, "E"],
     used_count: Int[Array, ""],
     activation: GatedActivation,
-) -> Float[Array, "T D"]:
-    """See `masked_expert_gemm`."""
+) -> Float[Array, "T k D"]:
+    """See `expert_picks`."""
     rows = expert_ids_Tk.shape[0]
     num_experts = bank.slot_of.shape[0]
     picks = expert_ids_Tk.size
     block = min(BLOCK_ROWS, rows)  # a row picks an expert at most once
 
-    index_E = jnp.arange(num_experts)
-    live_Tk = weights_Tk != 0
-    picked_TE = jnp.any((expert_ids_Tk[..., None] == index_E) & live_Tk[..., None], axis=1)
-    count_E = jnp.sum(picked_TE, axis=0, dtype=jnp.int32)
-    first_E = jnp.sum(jnp.where(index_E[:, None] < index_E, count_E[:, None], 0), axis=0)
-    # Rows before t that pick e, as a product instead of a sort or a scan, both slow to compile;
-    # sums of 0 and 1 are exact at any matmul precision.
-    earlier_TE = jnp.tri(rows, k=-1) @ picked_TE.astype(jnp.float32)
-    place_TE = first_E + earlier_TE.astype(jnp.int32)
-    place_Tk = jnp.take_along_axis(place_TE, expert_ids_Tk, axis=1)
-    place_Tk = jnp.where(live_Tk, place_Tk, picks)  # behind all live ones, where nobody reads
-    row_of_A = jnp.zeros(picks + block, jnp.int32)
-    row_of_A = row_of_A.at[place_Tk].set(jnp.arange(rows, dtype=jnp.int32)[:, None])
+    assigned = assign(expert_ids_Tk, weights_Tk, num_experts, room=block)
 
     def run_expert(i, out_AD):
         expert = used_ids_E[i]
@@ -55,11 +43,12 @@ def blocks(
         gate_bias, up_bias, down_bias = (
             gathered_bias(bias, slot) for bias in (bank.gate_bias, bank.up_bias, bank.down_bias)
         )
-        end = first_E[expert] + count_E[expert]
+        first = assigned.first_E[expert]
+        end = first + assigned.count_E[expert]
 
         def run_block(state):
             at, out_AD = state
-            x = x_TD[jax.lax.dynamic_slice_in_dim(row_of_A, at, block)]
+            x = x_TD[jax.lax.dynamic_slice_in_dim(assigned.row_of_A, at, block)]
             hidden = activation(
                 jnp.einsum("rd,fd->rf", x, gate) + gate_bias,
                 jnp.einsum("rd,fd->rf", x, up) + up_bias,
@@ -67,9 +56,9 @@ def blocks(
             y = jnp.einsum("rf,df->rd", hidden, down) + down_bias
             return at + block, jax.lax.dynamic_update_slice_in_dim(out_AD, y, at, 0)
 
-        state = (first_E[expert], out_AD)
+        state = (first, out_AD)
         return jax.lax.while_loop(lambda state: state[0] < end, run_block, state)[1]
 
     out_AD = jnp.zeros((picks + block, x_TD.shape[1]), x_TD.dtype)
     out_AD = jax.lax.fori_loop(0, used_count, run_expert, out_AD)
-    return combine(out_AD[place_Tk], weights_Tk)
+    return out_AD[assigned.place_Tk]

@@ -5,9 +5,14 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.masked_expert_gemm.activation import GatedActivation
 from pallas_kernels.masked_expert_gemm.bank import ExpertBank
 from pallas_kernels.masked_expert_gemm.blocks import blocks
-from pallas_kernels.masked_expert_gemm.ref import reference
+from pallas_kernels.masked_expert_gemm.mosaic import mosaic, mosaic_wgmma
+from pallas_kernels.masked_expert_gemm.ref import combine, reference
+from pallas_kernels.masked_expert_gemm.triton import triton
 
-IMPLEMENTATIONS = {"reference": reference, "blocks": blocks}
+# In plain XLA, and as Pallas kernels.
+_PLAIN = {"reference": reference, "blocks": blocks}
+_KERNELS = {"triton": triton, "mosaic": mosaic, "mosaic_wgmma": mosaic_wgmma}
+IMPLEMENTATIONS = (*_PLAIN, *_KERNELS)
 
 
 def masked_expert_gemm(
@@ -20,6 +25,7 @@ def masked_expert_gemm(
     *,
     activation: GatedActivation,
     implementation: str = "blocks",
+    interpret: bool = False,
 ) -> Float[Array, "T D"]:
     """`y_t = sum_i w[t,i] * (down_e activation(gate_e x_t, up_e x_t))`, with `e = expert_ids[t,i]`.
 
@@ -34,11 +40,54 @@ def masked_expert_gemm(
       used_count: how many of them count.
       activation: of the family.
       implementation: a name in `IMPLEMENTATIONS`.
+      interpret: run a Pallas kernel in interpret mode; plain XLA runs anywhere.
 
     Returns:
       The combined output, in the dtype of `x_TD`; sums over picks are float32, in rank order.
+
+    Raises:
+      NotImplementedError: if this version of jax lacks what the implementation needs.
+      ValueError: if there is no such implementation, or it does not take these arguments.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {implementation!r} is not one of {list(IMPLEMENTATIONS)}")
-    run = IMPLEMENTATIONS[implementation]
-    return run(x_TD, bank, expert_ids_Tk, weights_Tk, used_ids_E, used_count, activation)
+    picks_TkD = expert_picks(
+        x_TD,
+        bank,
+        expert_ids_Tk,
+        weights_Tk,
+        used_ids_E,
+        used_count,
+        activation=activation,
+        implementation=implementation,
+        interpret=interpret,
+    )
+    return combine(picks_TkD, weights_Tk).astype(x_TD.dtype)
+
+
+def expert_picks(
+    x_TD: Float[Array, "T D"],
+    bank: ExpertBank,
+    expert_ids_Tk: Int[Array, "T k"],
+    weights_Tk: Float[Array, "T k"],
+    used_ids_E: Int[Array, "E"],
+    used_count: Int[Array, ""],
+    *,
+    activation: GatedActivation,
+    implementation: str = "blocks",
+    interpret: bool = False,
+) -> Float[Array, "T k D"]:
+    """What `masked_expert_gemm` sums: each pick's output, before its weight.
+
+    Where experts come in waves, each wave computes its own picks, and `combine` follows the last:
+    the bits of a pick depend neither on the wave it is in nor on the slot of its expert.
+
+    Args, raises: as `masked_expert_gemm`; of the weights only whether they are 0 is read.
+
+    Returns:
+      The outputs; where a pick's weight is 0, anything, even NaN.
+    """
+    arguments = (x_TD, bank, expert_ids_Tk, weights_Tk, used_ids_E, used_count, activation)
+    if implementation in _PLAIN:
+        return _PLAIN[implementation](*arguments)
+    if implementation in _KERNELS:
+        return _KERNELS[implementation](*arguments, interpret=interpret)
+    raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")

@@ -30,12 +30,12 @@ def reference(
     used_ids_E: Int[Array, "E"],
     used_count: Int[Array, ""],
     activation: GatedActivation,
-) -> Float[Array, "T D"]:
-    """See `masked_expert_gemm`. Gathers three matrices a pick: for small shapes only."""
-    del used_ids_E, used_count
+) -> Float[Array, "T k D"]:
+    """See `expert_picks`. Gathers three matrices a pick: for small shapes only."""
+    del weights_Tk, used_ids_E, used_count
     slots = bank.slot_of[expert_ids_Tk]
     gate, up, down = (gathered(m, slots, x_TD.dtype) for m in (bank.gate, bank.up, bank.down))
     gate = jnp.einsum("td,tkfd->tkf", x_TD, gate) + gathered_bias(bank.gate_bias, slots)
     up = jnp.einsum("td,tkfd->tkf", x_TD, up) + gathered_bias(bank.up_bias, slots)
     picks = jnp.einsum("tkf,tkdf->tkd", activation(gate, up), down)
-    return combine(picks + gathered_bias(bank.down_bias, slots), weights_Tk)
+    return picks + gathered_bias(bank.down_bias, slots)

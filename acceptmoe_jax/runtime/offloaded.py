@@ -1,0 +1,308 @@
+"""Decoding with the experts in host memory: a program a layer, and transfers between them.
+
+Each MoE layer has C slots on the device and a residency table. A verification selects with the
+residency as it is, routes, loads what is missing and computes, in waves if the used experts
+exceed the slots. A wave's hits are computed while its misses, and those of the next wave, are on
+the link. Prefill and audits use experts by the dozen that the next verification does not need:
+they stream through a buffer of their own, and leave the tables as they are.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from acceptmoe_jax.offload import EVICTION_POLICIES, Counts, ResidencyTable
+from acceptmoe_jax.offload.config import OffloadConfig
+from acceptmoe_jax.offload.host_store import HostStore
+from acceptmoe_jax.offload.loads import Loads
+from acceptmoe_jax.offload.transfers import (
+    GROUP,
+    Staged,
+    Traffic,
+    Transfers,
+    empty_pool,
+    is_consumed,
+)
+from acceptmoe_jax.runtime import layerwise, stages
+from acceptmoe_jax.runtime.compiled import CompiledPrograms
+from acceptmoe_jax.runtime.state import Audit, DecodeState, LayerCounts, Round, Setup, Weights
+from acceptmoe_jax.selection import SelectorConfig
+from pallas_kernels.masked_expert_gemm import ExpertBank
+
+
+class OffloadedRunner:
+    """Runs the programs of `layerwise` and moves experts between them.
+
+    Every state that is passed in is consumed. An exception leaves the tables consistent; the
+    request that it struck is lost, and the next one works.
+
+    Args:
+      setup: of the programs.
+      weights: without banks.
+      store: the experts.
+      config: slots, eviction and link.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        weights: Weights,
+        store: HostStore,
+        config: OffloadConfig,
+    ):
+        self.setup = setup
+        self.store = store
+        self.compiled = CompiledPrograms()
+        self.config = config
+        self.transfers = Transfers(store.layout, config.link)
+        policy = EVICTION_POLICIES[config.eviction]
+        self.tables = {
+            layer: ResidencyTable(setup.target.num_experts, config.slots, policy)
+            for layer in store.layers
+        }
+        self._pools = {layer: self._empty_pool(config.slots) for layer in store.layers}
+        self._stream = self._empty_pool(GROUP)
+        self._streamed = Traffic()
+        layers = range(setup.target.num_layers)
+        self.layers = [weights.target[f"layers_{layer}"] for layer in layers]
+        ends = {k: v for k, v in weights.target.items() if not k.startswith("layers_")}
+        self._ends = weights.replace(target=ends, banks=())
+        for pool in (self._stream, next(iter(self._pools.values()))):
+            self.transfers.compile(pool)
+
+    @property
+    def loads(self) -> Loads:
+        """Totals; those of a part are a difference of two readings."""
+        table = sum((table.counts for table in self.tables.values()), Counts())
+        return Loads(table, self.transfers.traffic - self._streamed, self._streamed)
+
+    def begin_request(self) -> None:
+        """Empties every table unless they are to be kept; mends what a failed transfer consumed."""
+        for layer, table in self.tables.items():
+            if not self.config.keep_residency:
+                table.reset()
+            if is_consumed(self._pools[layer]):
+                residents = {
+                    at: self.store.layers[layer][slot.expert]
+                    for at, slot in enumerate(table.slots)
+                    if slot.expert is not None
+                }
+                self._pools[layer] = self.transfers.rebuild(
+                    table.num_slots, residents, table.slot_of
+                )
+        if is_consumed(self._stream):
+            self._stream = self._empty_pool(GROUP)
+
+    def prefill(self, state: DecodeState, tokens, count, next_token) -> DecodeState:
+        """See `programs.prefill_chunk`; streams."""
+        block, x, views = self._begin(layerwise.begin_chunk, _without_draft(state), tokens, count)
+        forward = _Forward(self, state, block, views, self.setup.native(), streams=True)
+        x, captured, _ = forward.run(x)
+        return self._end(layerwise.end_chunk, forward, state.draft, block, next_token, x, captured)
+
+    def step(self, state: DecodeState) -> tuple[DecodeState, LayerCounts]:
+        """See `programs.autoregressive_step`."""
+        row = (state.last_token[None], jnp.int32(1))
+        block, x, views = self._begin(layerwise.begin_chunk, _without_draft(state), *row)
+        forward = _Forward(self, state, block, views, self.setup.native())
+        return self._end(layerwise.end_step, forward, state.draft, *forward.run(x))
+
+    def round(
+        self, state: DecodeState, phat: jax.Array, selector: SelectorConfig
+    ) -> tuple[DecodeState, Round]:
+        """See `programs.speculative_round`; pruning sees the residency before a layer's loads."""
+        tree, draft, block, x, views = self._begin(
+            layerwise.begin_round, state.draft, _without_draft(state), donate=(1,)
+        )
+        forward = _Forward(self, state, block, views, selector, phat=phat)
+        return self._end(layerwise.end_round, forward, draft, tree, *forward.run(x))
+
+    def audit(self, state: DecodeState, done: Round) -> tuple[DecodeState, Audit]:
+        """See `programs.audit_round`; the tables do not notice."""
+        saved = self._program(stages.accepted_rows, state.caches, done)
+        block, x, views = self._begin(
+            layerwise.begin_audit, _without_draft(state), done.tree, done.start
+        )
+        before = stages.before_round(state, done)
+        forward = _Forward(self, before, block, views, self.setup.native(), streams=True)
+        x, captured, _ = forward.run(x)
+        forward.state = state
+        return self._end(layerwise.end_audit, forward, state.draft, done, saved, x, captured)
+
+    def stream(self, layer: int, experts: Sequence[int], compute: "Compute") -> Any:
+        """Computes experts of a layer by way of the stream's buffer, resident ones in place."""
+        before = self.transfers.traffic
+        table = self.tables[layer]
+        slot_of = table.slot_of
+        resident = [expert for expert in experts if slot_of[expert] != table.num_slots]
+        absent = [expert for expert in experts if slot_of[expert] == table.num_slots]
+        groups = [absent[at : at + GROUP] for at in range(0, len(absent), GROUP)]
+        loads = _Pipeline(self, layer, groups)
+        if resident or not absent:
+            compute(resident, self._pools[layer], last=not absent)
+        for at, group in enumerate(groups):
+            slot_of = np.full(len(slot_of), GROUP, np.int32)
+            slot_of[group] = np.arange(len(group))
+            self._stream = loads.flush(self._stream, range(len(group)), slot_of)
+            compute(group, self._stream, last=at == len(groups) - 1)
+        self._streamed += self.transfers.traffic - before
+
+    def load(self, layer: int, experts: Sequence[int], compute: "Compute") -> None:
+        """Computes experts of a layer in its slots, wave by wave."""
+        table = self.tables[layer]
+        waves = table.plan(experts)
+        groups = [
+            wave.loads[at : at + GROUP] for wave in waves for at in range(0, len(wave.loads), GROUP)
+        ]
+        loads = _Pipeline(self, layer, groups)
+        for wave in waves:
+            slots = table.begin(wave)
+            last = wave is waves[-1]
+            try:
+                if wave.hits:
+                    compute(wave.hits, self._pools[layer], last=last and not wave.loads)
+                table.finish_loads(wave)
+                if wave.loads:
+                    for at in range(0, len(slots), GROUP):
+                        self._pools[layer] = loads.flush(
+                            self._pools[layer], slots[at : at + GROUP], table.slot_of
+                        )
+                    compute(wave.loads, self._pools[layer], last=last)
+            except BaseException:
+                table.abort(wave)
+                raise
+            table.end(wave)
+
+    def _empty_pool(self, slots: int) -> ExpertBank:
+        return empty_pool(self.store.layout, slots, self.setup.target.num_experts)
+
+    def _begin(self, function, *args, donate: tuple[int, ...] = ()) -> Any:
+        return self._program(function, self._ends, *args, donate=donate)
+
+    def _end(self, function, forward: "_Forward", draft, *args) -> Any:
+        """What follows the last layer consumes the caches and what the head carries."""
+        state = forward.state.replace(caches=(), draft=None)
+        caches = tuple(forward.caches)
+        return self._program(function, self._ends, caches, draft, state, *args, donate=(1, 2))
+
+    def _program(self, function, *args, donate: tuple[int, ...] = ()) -> Any:
+        """A program at an end of a forward, keyed by the shapes of what it is given."""
+        leaves, structure = jax.tree.flatten(args[1:])
+        shapes = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+        bound = functools.partial(function, self.setup)
+        return self.compiled.run((function, structure, shapes), bound, *args, donate=donate)
+
+
+# (experts, a bank that holds them, whether none follow)
+Compute = Callable[..., None]
+
+
+class _Pipeline:
+    """Groups of a layer's experts on the link, one ahead of the one that is written."""
+
+    def __init__(self, runner: OffloadedRunner, layer: int, groups: Sequence[Sequence[int]]):
+        self._transfers = runner.transfers
+        self._records = (runner.store.records(layer, group) for group in groups)
+        self._staged = self._stage()
+
+    def flush(self, pool: ExpertBank, slots: Sequence[int], slot_of: np.ndarray) -> ExpertBank:
+        """Writes the next group."""
+        staged, self._staged = self._staged, self._stage()
+        return self._transfers.flush(pool, staged, slots, slot_of)
+
+    def _stage(self) -> Staged | None:
+        records = next(self._records, None)
+        return None if records is None else self._transfers.stage(records)
+
+
+class _Forward:
+    """One pass of the target over a block, layer by layer."""
+
+    def __init__(self, runner, state, block, views, selector, *, phat=None, streams=False):
+        self.runner = runner
+        self.state = state
+        self.caches = list(state.caches)
+        self._block = block
+        self._views = dict(zip(runner.setup.target.windows, views))
+        self._selector = selector
+        self._phat = jnp.ones(1) if phat is None else phat
+        self._streams = streams
+        self._shape = (len(block.tokens), state.caches[0].k.shape[0])  # T, S
+
+    def run(self, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[LayerCounts, ...]]:
+        """The last layer's output, those of the captured layers, and the counts."""
+        setup = self.runner.setup
+        captured, counts = [], []
+        for layer in range(setup.target.num_layers):
+            if layer in setup.target.dense_layers:
+                x = self._layer(layerwise.run_dense, layer, x)
+            else:
+                routed, used = self._layer(layerwise.route, layer, x)
+                counts.append(routed.counts)
+                x = self._experts(layer, routed, np.asarray(used))
+            if layer in setup.capture:
+                captured.append(x)
+        return x, tuple(captured), tuple(counts)
+
+    def _layer(self, function, layer, x):
+        """A layer's first half, or all of a dense one; takes and puts back its cache."""
+        runner, target = self.runner, self.runner.setup.target
+        window = target.window(layer)
+        args = (self._block, self._views[window], self.state.length)
+        static = (runner.setup, layer)
+        if function is layerwise.route:
+            static += (self._selector,)
+            args += (self._phat, runner.tables[layer].resident)
+        key = (function, window, *static[2:], *self._shape, self._phat.shape)
+        params = runner.layers[layer]
+        self.caches[layer], *results = runner.compiled.run(
+            key,
+            functools.partial(function, *static),
+            params,
+            self.caches[layer],
+            x,
+            *args,
+            donate=(1,),
+        )
+        return results[0] if len(results) == 1 else results
+
+    def _experts(self, layer: int, routed: layerwise.Routed, used: np.ndarray) -> jax.Array:
+        """The layer's output."""
+        runner = self.runner
+        experts = used[: used[-1]].tolist()
+        result = None
+
+        def compute(part: Sequence[int], bank: ExpertBank, *, last: bool) -> None:
+            nonlocal result
+            wave = np.full(len(used), len(used) - 1, np.int32)
+            wave[: len(part)] = part
+            wave[-1] = len(part)
+            key = (layerwise.run_experts, last, result is None, len(bank.slot_of), *self._shape)
+            result = runner.compiled.run(
+                (*key, _num_slots(bank)),
+                functools.partial(layerwise.run_experts, runner.setup, last),
+                result,
+                routed,
+                bank,
+                wave,
+                donate=() if last or result is None else (0,),
+            )
+
+        if self._streams:
+            runner.stream(layer, experts, compute)
+        else:
+            runner.load(layer, experts, compute)
+        return result
+
+
+def _without_draft(state: DecodeState) -> DecodeState:
+    """What a forward begins with: of the caches it reads only how many rows they have."""
+    return state.replace(caches=state.caches[:1], draft=None)
+
+
+def _num_slots(bank: ExpertBank) -> int:
+    return jax.tree.leaves(bank.down)[0].shape[0]

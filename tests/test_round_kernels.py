@@ -1,0 +1,63 @@
+"""Whole rounds with the Pallas kernels inside, in interpret mode, against the same in plain JAX."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from acceptmoe_jax.runtime import programs
+from acceptmoe_jax.selection import SelectorConfig
+from pallas_kernels.implementations import KERNELS, Implementations, implementations
+from tests import tiny_models
+
+CACHE_ROWS = 64
+PHAT = jnp.asarray([1.0, 0.7, 0.5, 0.3], jnp.float32)
+ROUNDS = 3
+INTERPRETED = dataclasses.replace(KERNELS["triton"], interpret=True)
+
+
+def _decode(target, kernels, selector, seed):
+    """Some rounds after a prompt: the committed tokens, the logits of their rows, set sizes."""
+    prompt = np.random.default_rng(seed).integers(0, target.vocab_size, 19)
+    setup = dataclasses.replace(tiny_models.setup(target), implementations=kernels)
+    weights = tiny_models.weights(target)
+    state = programs.empty_state(setup, CACHE_ROWS, jnp.float32)
+    tokens = jnp.zeros(32, jnp.int32).at[: len(prompt)].set(prompt)
+    prefill = jax.jit(functools.partial(programs.prefill_chunk, setup))
+    state = prefill(weights, state, tokens, jnp.int32(len(prompt)), jnp.int32(-1))
+    run = jax.jit(functools.partial(programs.speculative_round, setup, selector=selector))
+    committed, logits, used = [int(state.last_token)], [], []
+    for _ in range(ROUNDS):
+        state, done = run(weights, state, PHAT)
+        length = int(done.acceptance.length)
+        committed += done.acceptance.tokens[:length].tolist()
+        logits.append(done.logits[:length])
+        used.append(done.counts.used)
+    return committed, np.concatenate(logits), np.stack(used)
+
+
+@pytest.mark.parametrize(
+    ("target", "seed"),  # of prompts after which drafts are accepted
+    [(tiny_models.TARGET, 3), (tiny_models.GPT_OSS, 0)],
+    ids=["qwen3_moe", "gpt_oss"],
+)
+def test_rounds_with_the_kernels_commit_the_tokens_of_plain_jax(target, seed):
+    selector = SelectorConfig(policy="acceptmoe", top_k=target.top_k)
+    expected, expected_logits, expected_used = _decode(target, Implementations(), selector, seed)
+    committed, logits, used = _decode(target, INTERPRETED, selector, seed)
+    assert committed == expected
+    assert len(committed) > ROUNDS + 1, "no draft was accepted: the test shows little"
+    np.testing.assert_array_equal(used, expected_used)
+    assert used.max() < target.num_experts, "nothing was restricted"
+    scale = np.abs(expected_logits).max()
+    np.testing.assert_allclose(logits, expected_logits, atol=1e-4 * scale)
+
+
+def test_a_gpu_gets_kernels_and_a_cpu_plain_jax():
+    assert implementations("auto", "NVIDIA H200") == KERNELS["triton"]
+    assert implementations("auto", "cpu") == Implementations()
+    with pytest.raises(ValueError, match="kernels 'cuda' is not one of auto, xla, triton, mosaic"):
+        implementations("cuda")
