@@ -24,8 +24,9 @@ compiler = @sh .ci/add_cuda_compiler $(1)
 # Each test is of one of three kinds: fast, "slow and not torch", torch.
 fast = not slow and not torch
 # Most of the time goes to XLA, which compiles on one core: several files are tested at once. A file
-# stays in one process, because its tests share what they compiled.
-parallel = -n auto --maxprocesses=4 --dist=loadfile
+# stays in one process, because its tests share what they compiled. In the order of their names:
+# by their numbers of tests, the few long ones would come last and run alone.
+parallel = -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
 .PHONY: help demo test check check-slow check-torch check-second train-pocket clean
 .NOTPARALLEL:
@@ -50,7 +51,7 @@ check: check-slow check-torch check-second  ## what is slow, in three parts (at 
 check-slow:  ## the tests marked slow
 	$(call environment,.venv,$(PYTHON),$(test_requirements))
 	$(call compiler,.venv)
-	.venv/bin/python -m pytest -m "slow and not torch" $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -m "slow and not torch" $(parallel) $(PYTEST_ARGS)
 
 # These two compare numbers on the CPU, whatever the machine has.
 check-torch check-second: export CUDA = 0
@@ -61,10 +62,12 @@ check-torch:  ## the live comparison with PyTorch and openai-harmony
 	$(call environment,.venv-torch,$(TORCH_PYTHON),$(test_requirements) tests/requirements-torch.txt)
 	.venv-torch/bin/python -m pytest -m torch $(PYTEST_ARGS)
 
-check-second:  ## the tests of make test on a second interpreter
+check-second:  ## the tests of make test on a second interpreter, and the slow ones of Mosaic
 	$(call environment,.venv-second,$(SECOND_PYTHON),$(test_requirements))
 	$(call compiler,.venv-second)
 	.venv-second/bin/python -m pytest -m "$(fast)" $(parallel) $(PYTEST_ARGS)
+# With an older jax there are none of these (5).
+	.venv-second/bin/python -m pytest -m slow $(parallel) tests/test_*_mosaic.py $(PYTEST_ARGS) || [ $$? = 5 ]
 
 # Goes on where it was when it is interrupted; make clean starts it over.
 train-pocket: train = $(if $(GSM8K_TRAIN),--gsm8k_train=$(GSM8K_TRAIN))

@@ -4,6 +4,7 @@ from typing import Any
 
 from absl import flags
 
+from acceptmoe_jax import reporting
 from acceptmoe_jax.errors import UserError
 from acceptmoe_jax.models.families import target_config
 from acceptmoe_jax.offload import EVICTION_POLICIES
@@ -94,6 +95,28 @@ def _offload_config(default_share: float | None) -> OffloadConfig | None:
             raise UserError("--link_gbps is of use with --expert_slots only")
         return None
     return OffloadConfig(slots, _EVICTION.value, link, _KEEP_RESIDENCY.value)
+
+
+def offload_facts(engine: Engine) -> dict[str, Any]:
+    """For summaries: slots and link of an engine whose experts are in host memory, else nothing."""
+    config = engine.offload
+    if config is None:
+        return {}
+    return {
+        "slots": config.slots,
+        "experts": engine.model.setup.target.num_experts,
+        "eviction": config.eviction,
+        "link": str(config.link),
+        "link_simulated": config.link.simulated,
+    }
+
+
+def measured_on(engine: Engine) -> str:
+    """For titles: device, dtype and, where experts are offloaded, slots and link."""
+    where = f"{reporting.device_description()}, {DTYPE.value}"
+    if engine.offload is None:
+        return where
+    return f"{where}, {engine.offload.slots} slots a layer, link: {engine.offload.link}"
 
 
 def chat_options() -> dict[str, Any]:

@@ -74,9 +74,9 @@ def main() -> None:
     generations, summaries = method_flags.decode(
         engine, names, list(prompts.values()), stop_strings=_STOP.value
     )
-    _write(prompts, generations, summaries)
+    _write(engine, prompts, generations, summaries)
     _show_answers(prompts, generations)
-    _show_measured(generations, summaries)
+    _show_measured(engine, generations, summaries)
     if summaries.get("native", {}).get("verifications"):
         _show_modelled(engine, summaries)
     print(f"Written: {pathlib.Path(_OUTPUT_DIR.value) / 'summary.json'}", file=sys.stderr)
@@ -91,7 +91,7 @@ def _read_prompts() -> dict[str, Prompt]:
     return read_prompts(_PROMPTS.value, "--prompts")
 
 
-def _write(prompts, generations, summaries) -> None:
+def _write(engine, prompts, generations, summaries) -> None:
     lines = [
         json.dumps(
             {
@@ -116,7 +116,7 @@ def _write(prompts, generations, summaries) -> None:
         "target": engine_flags.TARGET.value,
         "draft": engine_flags.DRAFT.value,
         "versions": reporting.versions(),
-    }
+    } | engine_flags.offload_facts(engine)
     write_json(output / "summary.json", summary)
 
 
@@ -138,7 +138,7 @@ def _show_answers(prompts, generations) -> None:
             print(f"  {', '.join(agreeing)}:\n{textwrap.indent(answer, '    ')}")
 
 
-def _show_measured(generations, summaries) -> None:
+def _show_measured(engine, generations, summaries) -> None:
     reference = generations.get("native") or generations.get(AUTOREGRESSIVE)
     rows = []
     for method, summary in summaries.items():
@@ -149,8 +149,8 @@ def _show_measured(generations, summaries) -> None:
         rows.append({"method": method, "same_text": same} | summary)
     title = (
         f"{pathlib.Path(engine_flags.TARGET.value).name}, measured on "
-        f"{reporting.device_description()}, {engine_flags.DTYPE.value}, "
-        f"{summary['prompts']} prompts; set sizes are means a layer and verification"
+        f"{engine_flags.measured_on(engine)}, {summary['prompts']} prompts; set sizes are means "
+        "a layer and verification"
     )
     reporting.print_table(title, rows, _MEASURED)
 

@@ -26,7 +26,7 @@ from absl import flags
 from acceptmoe_jax import reporting
 from acceptmoe_jax.errors import UserError
 from acceptmoe_jax.files import write_atomically, write_json
-from experiments import gpu_kernels, gpu_pocket, gpu_steps
+from experiments import gpu_kernels, gpu_offload, gpu_pocket, gpu_steps
 from experiments.gpu_findings import Finding, findings
 from experiments.gpu_plan import Outcome, Plan, Row, Section, run_section
 from pallas_kernels import speed
@@ -96,7 +96,7 @@ def _sections() -> list[Section]:
             f"Parity of the {kind} kernels with float32; errors over the largest number",
             functools.partial(gpu_kernels.parity, kernels=kind),
             gpu_kernels.PARITY_COLUMNS,
-            seconds=50,
+            seconds=45,
         )
         for kind in _KINDS
     ]
@@ -106,7 +106,7 @@ def _sections() -> list[Section]:
             f"One layer, {kind} kernels next to plain XLA",
             functools.partial(gpu_kernels.kernel_speed, kernels=kind),
             speed.COLUMNS,
-            seconds=50,
+            seconds=45,
         )
         for kind in _KINDS
     ]
@@ -135,11 +135,19 @@ def _sections() -> list[Section]:
             seconds=120,
         ),
         Section(
+            "offload",
+            f"Experts in host memory: a verification of {gpu_offload.LAYERS} layers with "
+            f"{gpu_offload.SLOTS} slots each",
+            gpu_offload.offload,
+            gpu_offload.COLUMNS,
+            seconds=50,
+        ),
+        Section(
             "pocket",
             "Texts of the pocket checkpoints, against the CPU's in float32",
             gpu_pocket.pocket,
             gpu_pocket.COLUMNS,
-            seconds=90,
+            seconds=80,
         ),
         *parity[1:],
         *kernels[1:],

@@ -50,12 +50,13 @@ def steps(plan: Plan) -> Iterator[Item]:
     first, *others = plan.kernels_of_models
     for name in (first, "xla", *others):
         implementations = plan.kernels.get(name, KERNELS["xla"])
-        for published in _targets(plan):
+        for published in targets(plan):
             measure = functools.partial(_step_rows, published, implementations, plan)
             yield Item({"target": published.name, "kernels": name}, measure)
 
 
-def _targets(plan: Plan) -> list[Published]:
+def targets(plan: Plan) -> list[Published]:
+    """The published ones; for a rehearsal a pocket one."""
     if not plan.rehearsal:
         return list(PUBLISHED.values())
     name = POCKETS[0]
@@ -81,7 +82,7 @@ def _layers_that_fit(setup: programs.Setup, mxfp4: bool, cached: int) -> int:
     return int(np.clip(few + (free - size(few)) // a_layer, few, layers))
 
 
-def _random_tree(setup: programs.Setup) -> DraftTree:
+def random_tree(setup: programs.Setup) -> DraftTree:
     """Distinct tokens, so that the rows' routing has nothing in common."""
     rng = np.random.default_rng(0)
     nodes = setup.tree.nodes
@@ -108,7 +109,7 @@ def _step_rows(published: Published, implementations: Implementations, plan: Pla
     weights = random_weights(abstract.abstract_weights(setup, _DTYPE, mxfp4=published.mxfp4))
     state = programs.empty_state(setup, plan.cached + setup.spare_rows, _DTYPE)
     states = [state.replace(length=jnp.int32(plan.cached))]
-    tree = _random_tree(setup)
+    tree = random_tree(setup)
     phat = jnp.ones(_MOST_DEPTH + 1)
     selector = SelectorConfig(
         policy="acceptmoe", top_k=target.top_k, norm_topk_prob=target.norm_topk_prob

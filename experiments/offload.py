@@ -66,9 +66,7 @@ def main() -> None:
     engine = engine_flags.load_engine(default_slot_share=_PUBLISHED_SHARE)
     timeline = _Timeline(engine.runner)
     _, summaries = method_flags.decode(engine, names, prompts, observe=timeline.observe)
-    link = str(engine.runner.config.link)
-    where = f"{reporting.device_description()}, {engine_flags.DTYPE.value}, link: {link}"
-    slots = engine.runner.config.slots
+    where = engine_flags.measured_on(engine)
     predictions = [
         vars(offload_model.predict(run, share))
         for share in offload_model.NATIVE_WAIT_SHARES
@@ -77,22 +75,19 @@ def main() -> None:
     output = pathlib.Path(_OUTPUT_DIR.value)
     summary = {
         "methods": summaries,
-        "slots": slots,
-        "experts": engine.model.setup.target.num_experts,
-        "eviction": engine.runner.config.eviction,
-        "link": link,
-        "link_simulated": engine.runner.config.link.simulated,
         "device": reporting.device_description(),
         "dtype": engine_flags.DTYPE.value,
         "target": engine_flags.TARGET.value,
         "draft": engine_flags.DRAFT.value,
         "modelled_against_the_paper": predictions,
         "versions": reporting.versions(),
-    }
+    } | engine_flags.offload_facts(engine)
     write_json(output / "summary.json", summary)
     write_atomically(output / "traffic.png", traffic_bars(summaries, where))
-    write_atomically(output / "residency.png", residency_timeline(timeline.owners, slots, where))
-    _show(summaries, predictions, where, slots)
+    write_atomically(
+        output / "residency.png", residency_timeline(timeline.owners, engine.offload.slots, where)
+    )
+    _show(summaries, predictions, where)
     print(f"Written: {output / 'summary.json'}")
 
 
@@ -119,12 +114,12 @@ class _Timeline:
         self.owners.setdefault(method, []).append(owners)
 
 
-def _show(summaries, predictions, where: str, slots: int) -> None:
+def _show(summaries, predictions, where: str) -> None:
     rows: list[dict[str, Any]] = [
         {"method": name, "h2d_megabytes_per_token": summary["h2d_bytes_per_token"] / 1e6} | summary
         for name, summary in summaries.items()
     ]
-    reporting.print_table(f"Measured on {where}; {slots} slots a layer", rows, _MEASURED)
+    reporting.print_table(f"Measured on {where}", rows, _MEASURED)
     reporting.print_table(
         "Modelled, not measured: the published run, from Standard SD's share of waiting",
         predictions,

@@ -43,19 +43,18 @@ def main() -> None:
         accuracy = {family: sum(scores) / len(scores) for family, scores in right.items()}
         accuracy["mean"] = sum(accuracy.values()) / len(accuracy)
         summaries[name] |= {"accuracy": accuracy}
-    device = reporting.device_description()
     summary = {
         "methods": summaries,
         "records_a_family": _RECORDS.value,
         "seed": _SEED.value,
-        "device": device,
+        "device": reporting.device_description(),
         "dtype": engine_flags.DTYPE.value,
         "versions": reporting.versions(),
-    }
+    } | engine_flags.offload_facts(engine)
     write_json(pathlib.Path(_OUTPUT_DIR.value) / "summary.json", summary)
     title = (
-        f"Accuracy on {_RECORDS.value} held-out tasks of each family, measured on {device}, "
-        f"{engine_flags.DTYPE.value}"
+        f"Accuracy on {_RECORDS.value} held-out tasks of each family, measured on "
+        f"{engine_flags.measured_on(engine)}"
     )
     rows = [{"method": name} | summary | summary["accuracy"] for name, summary in summaries.items()]
     formats = {"method": ""} | dict.fromkeys((*families.FAMILIES, "mean"), ".1%")

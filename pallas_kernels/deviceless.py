@@ -98,6 +98,8 @@ def enable() -> None:
       RuntimeError: naming the command that installs it.
     """
     jax.config.update("jax_platforms", "cpu")
+    # Else LLVM starts llvm-symbolizer hundreds of times, where there is one, to no avail.
+    os.environ.setdefault("LLVM_DISABLE_SYMBOLIZATION", "1")
     if not any(list(pathlib.Path(path).glob("jax_plugins/xla_cuda*")) for path in sys.path):
         if not _COMPILER.is_dir():
             raise RuntimeError(

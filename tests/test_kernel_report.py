@@ -1,4 +1,4 @@
-"""Every kernel, and whole rounds of the published targets, compiled for GPUs that are not here."""
+"""Every kernel, compiled for GPUs that are not here."""
 
 import json
 
@@ -49,14 +49,6 @@ def check_kernels(rows):
         )
 
 
-def check_steps(rows):
-    for row in rows:
-        label = (row["target"], row["device"])
-        assert row["fits"] and row["total_bytes"] <= row["device_bytes"], label
-        assert row["aliased_bytes"] > 0, "the caches are copied"
-        assert row["temporary_bytes"] < 2**30, label
-
-
 def test_the_kernels_that_matter_compile_for_every_gpu_without_spills(tmp_path):
     summary, written = report(tmp_path, "--everyday", "--targets=")
     rows = summary["kernels"]
@@ -68,16 +60,6 @@ def test_the_kernels_that_matter_compile_for_every_gpu_without_spills(tmp_path):
     }
     assert {row["dtype"] for row in rows} >= {"bfloat16", "mxfp4"}
     assert written.count("\n|") > len(rows)
-
-
-@pytest.mark.parametrize("target", ["qwen3-30b-a3b", "gpt-oss-120b"])
-def test_a_whole_round_with_its_kernels_fits_the_gpu_it_is_meant_for(tmp_path, target):
-    summary, _ = report(tmp_path, "--ops=", f"--targets={target}")
-    assert {row["device"] for row in summary["steps"]} == {"RTX PRO 6000 Blackwell", "H200 SXM"}
-    check_steps(summary["steps"])
-    for row in summary["steps"]:
-        # A selection, two expert products and an attention a layer, at least.
-        assert row["launches"] >= 4 * row["layers"]
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def decode(runner, selector=NATIVE, rounds=3):
 @pytest.mark.parametrize(
     "every",
     [
-        pytest.param([4, 7, 13], id="some"),
+        pytest.param([4, 7], id="some"),
         pytest.param(range(TOP_K, QWEN3_MOE.num_experts + 1), id="all", marks=pytest.mark.slow),
     ],
 )

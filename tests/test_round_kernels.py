@@ -41,8 +41,10 @@ def _decode(target, kernels, selector, seed):
 
 @pytest.mark.parametrize(
     ("target", "seed"),  # of prompts after which drafts are accepted
-    [(tiny_models.TARGET, 3), (tiny_models.GPT_OSS, 0)],
-    ids=["qwen3_moe", "gpt_oss"],
+    [
+        pytest.param(tiny_models.TARGET, 3, id="qwen3_moe"),
+        pytest.param(tiny_models.GPT_OSS, 0, id="gpt_oss", marks=pytest.mark.slow),
+    ],
 )
 def test_rounds_with_the_kernels_commit_the_tokens_of_plain_jax(target, seed):
     selector = SelectorConfig(policy="acceptmoe", top_k=target.top_k)

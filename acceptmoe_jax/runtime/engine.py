@@ -94,6 +94,7 @@ class Engine:
         self.commitment = commitment
         self.dtype = dtype
         self.max_length = max_length
+        self.offload = offload
         self.runner: ResidentRunner | OffloadedRunner
         if offload is None:
             self.runner = ResidentRunner(model.setup, model.weights)
@@ -288,7 +289,6 @@ class Engine:
             num_layers=len(setup.target.moe_layers),
             max_depth=setup.tree.steps,
         )
-        self.runner.begin_request()
         state = self._prefill(ids, rules.max_new_tokens, statistics)
         forward = self._plain_forward if selector == AUTOREGRESSIVE else self._tree_forward
         channels = harmony.ChannelReader(self.tokenizer, ids)
@@ -307,6 +307,7 @@ class Engine:
         return Generation(ids, tuple(emitted), text, answer.analysis, reason, statistics)
 
     def _prefill(self, ids, max_new_tokens, statistics) -> DecodeState:
+        self.runner.begin_request()
         chunks = _split(ids)
         padded = sum(size for _, size in chunks)
         rows = max(len(ids) + max_new_tokens + self.model.setup.spare_rows, padded)

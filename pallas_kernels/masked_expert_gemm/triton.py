@@ -44,7 +44,7 @@ class Tiles:
       out: output rows of a program, of each of its matrices.
       step: what a step of its loop reads of each row, in elements (MXFP4: in words of four).
       num_warps: of a program.
-      num_stages: of the pipeline: the loads of all but one of them are in flight.
+      num_stages: of the pipeline: one less are in flight while a program waits.
     """
 
     out: int
@@ -56,13 +56,12 @@ class Tiles:
 def tiles_for(matrices: tuple[Matrix, ...], dtype: jnp.dtype) -> Tiles:
     """Cuts for matrices that are read together, for rows of `dtype`.
 
-    A step takes 64 output rows and 128 bytes of each; of MXFP4 64 bytes, which become 256. At that
-    size a program has at most 72 KiB of shared memory on sm_90 and 48 on sm_120 and at most 168
-    registers a thread, so that a multiprocessor holds three or two of them. On sm_90, where Triton
-    keeps two steps in flight, that is 48 KB of weights (of MXFP4 24), on sm_120, with one, 16
-    (8). The bandwidth times about 0.8 us of latency, divided among the multiprocessors, asks for
-    29 KB on an H200, 20 on an H100 and 8 on the RTX cards. More rows or bytes a step cost MXFP4
-    the third program: its numbers are in registers.
+    A step takes 64 output rows and 128 bytes of each; of MXFP4 64 bytes, which become 256. Then a
+    multiprocessor holds four programs on sm_90 and three on sm_120 (of MXFP4, whose numbers are
+    in registers, three and two), and each waits with two steps in flight: 64 and 48 KB of weights
+    (of MXFP4 24 and 16). The bandwidth times about 0.8 us of latency, divided among the
+    multiprocessors, asks for 29 KB on an H200, 20 on an H100 and 8 on the RTX cards. A larger step
+    would cost MXFP4 the programs that it adds in bytes.
     """
     _, out, into = matrices[0].shape
     step = 32 if isinstance(matrices[0], Mxfp4) else 128 // dtype.itemsize
