@@ -5,7 +5,8 @@
 Parity of every kernel with its float32 reference; the kernels' times and shares of the memory
 bandwidth for 8 to 128 used experts, next to plain XLA; copies from pinned host memory and what of
 them compute hides; the whole verification step of the published targets, with random weights made
-on the device, at imposed natural and AcceptMoE sets; the pocket models' texts, against the CPU's.
+on the device, at imposed natural and AcceptMoE sets; layers with experts in host memory, on a
+seeded trace of routing; the pocket models' texts, against the CPU's.
 
 Writes `summary.json` and `report.md`, both anew after each section, so that whatever ends the
 program leaves what was measured. Each section has a process and a time of its own; one that fails

@@ -4,13 +4,20 @@ Four layers of a published target, with the runner of decoding: its pinned recor
 and transfers, selection, and the layers' programs but for attention, which no transfer overlaps.
 The host reads which experts a layer uses when the layer before is done, as in decoding.
 
-Random weights route nearly evenly, so the routers' logits are a seeded trace. In float32, normal,
-and of these standard deviations, an expert's logit is the sum of three numbers: of the layer, 0.5,
-for good; of the layer and verification, 1, correlated by 0.55 from one verification to the next; of
-the row besides, 0.87. Selected by the real residency of 48 slots this gives, a layer and
-verification, about what was published for Qwen3-30B-A3B: 62 used experts and 24 loads for Standard
-SD, 28 and 6 for AcceptMoE. Its distance from the published 41 and 12, and 17 and 3, of GPT-OSS-120B
-is in the table.
+Random weights route nearly evenly, so the routers' logits are a seeded trace: the sum of three
+float32 normals, of the standard deviations 0.5 for the expert in its layer, for good; 1 for the
+expert in its layer and verification, correlated by 0.55 from one verification to the next; 0.87 for
+the row besides. Selection prunes by the real residency. With 48 slots this gives, a layer and
+verification, against (published):
+
+                            Qwen3-30B-A3B              GPT-OSS-120B
+    Standard SD   used      60  (52 to 72)             41
+                  loads     28  (24.4, Coder 20.6)     16  (12.0)
+    AcceptMoE     used      26  (23 to 34)             17
+                  loads     6.3 (6.4, Coder 4.7)       3.6 (2.9)
+
+`hidden` is the share of the transfers' time by which a verification is shorter than its transfers
+alone and the rest alone, one after the other.
 """
 
 import dataclasses
@@ -61,15 +68,15 @@ _METHODS = ("native", "acceptmoe")
 _OF_LAYER, _OF_VERIFICATION, _OF_ROW = 0.5, 1.0, 0.87
 _CORRELATION = 0.55
 # What makes the published accepted length of 4.39.
-_PHAT = (1.0, 0.87, 0.77, 0.66, 0.58, 0.51)
+PHAT = (1.0, 0.87, 0.77, 0.66, 0.58, 0.51)
 # Verifications that fill the slots and do not count, and that count.
-_FILLING, _COUNTED = 8, 32
+FILLING, COUNTED = 8, 32
 
 
 def offload(plan: Plan) -> Iterator[Item]:
     """Both methods on the trace of each target, with the device's kernels."""
     use = implementations()
-    filling, counted = (1, 2) if plan.rehearsal else (_FILLING, _COUNTED)
+    filling, counted = (1, 2) if plan.rehearsal else (FILLING, COUNTED)
     for published in gpu_steps.targets(plan):
         runner = functools.cache(functools.partial(_runner, published, use))
         for method in _METHODS:
@@ -182,7 +189,7 @@ class _Layers:
         )
         state = empty_state(setup, setup.spare_rows, _DTYPE)
         block = stages.tree_block(state, gpu_steps.random_tree(setup))
-        self._route = jax.jit(functools.partial(_route, setup, selector, block, jnp.array(_PHAT)))
+        self._route = jax.jit(functools.partial(_route, setup, selector, block, jnp.array(PHAT)))
         self._records: dict[tuple[int, int], _Record] = {}  # (verification, layer)
         self._pools: dict[int, ExpertBank] = {}
 

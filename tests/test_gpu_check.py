@@ -1,5 +1,6 @@
 """experiments.gpu_check without a GPU: its rehearsal, and how it lives with kernels that fail."""
 
+import functools
 import json
 import os
 import time
@@ -9,9 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from acceptmoe_jax.models.published import PUBLISHED
+from acceptmoe_jax.offload import Counts, ResidencyTable
 from acceptmoe_jax.runtime import abstract
 from acceptmoe_jax.runtime.random_weights import random_weights
-from experiments import gpu_pocket
+from acceptmoe_jax.selection import SelectorConfig, select
+from experiments import gpu_offload, gpu_pocket, gpu_steps
 from experiments.gpu_findings import findings
 from experiments.gpu_plan import Item, Plan, Section, run_section
 from pallas_kernels import parity
@@ -165,6 +169,40 @@ def test_random_weights_fill_every_leaf_with_numbers_of_the_size_of_trained_ones
     assert np.mean(first == second) < 0.1, "layers share their numbers"
 
 
+# --- Offload -----------------------------------------------------------------------------------
+
+
+def _replayed(setup, trace, method):
+    """(used experts, loads) a layer and verification, the residency pruned by as it is."""
+    config = SelectorConfig(policy=method, top_k=setup.target.top_k)
+    depth = gpu_steps.random_tree(setup).depth
+    phat = jnp.asarray(gpu_offload.PHAT)
+    run = jax.jit(functools.partial(select, config=config))
+    counts, verifications = Counts(), 0
+    for layer in range(setup.target.num_layers):
+        table = ResidencyTable(setup.target.num_experts, gpu_offload.SLOTS)
+        for index, logits in enumerate(trace[:, layer]):
+            if index == gpu_offload.FILLING:
+                filled = table.counts
+            chosen = run(logits, depth, jnp.ones(len(depth), bool), phat, table.resident)
+            used = np.asarray(chosen.used_ids)[: int(chosen.used_count)]
+            for wave in table.plan(used):
+                table.begin(wave)
+                table.finish_loads(wave)
+                table.end(wave)
+        counts += table.counts - filled
+        verifications += len(trace) - gpu_offload.FILLING
+    return (counts.hits + counts.misses) / verifications, counts.misses / verifications
+
+
+def test_the_trace_uses_and_loads_about_as_many_experts_as_was_published():
+    setup = abstract.published_setup(PUBLISHED["qwen3-30b-a3b"])
+    setup = abstract.with_layers(setup, gpu_offload.LAYERS)
+    trace = gpu_offload.logits_trace(setup, gpu_offload.FILLING + gpu_offload.COUNTED)
+    assert _replayed(setup, trace, "native") == pytest.approx((62, 24.4), rel=0.15)
+    assert _replayed(setup, trace, "acceptmoe") == pytest.approx((28.5, 6.4), rel=0.15)
+
+
 # --- The program -------------------------------------------------------------------------------
 
 
@@ -205,7 +243,7 @@ def test_the_rehearsal_runs_every_section(tmp_path):
     assert summary["rehearsal"]
     kinds = ["triton", *(["mosaic"] if HAS_MOSAIC else [])]
     assert summary["sections"].keys() == {
-        *("transfers", "overlap", "steps", "pocket"),
+        *("transfers", "overlap", "steps", "offload", "pocket"),
         *(f"{what}_{kind}" for what in ("parity", "speed") for kind in kinds),
     }
     for name, outcome in summary["sections"].items():
@@ -220,6 +258,13 @@ def test_the_rehearsal_runs_every_section(tmp_path):
         assert {row["within"] for row in parities} == {"yes"}
     for row in summary["sections"]["steps"]["rows"]:
         assert row["used"] == pytest.approx(row["imposed"], rel=0.05)
+    native, acceptmoe = summary["sections"]["offload"]["rows"]
+    assert (native["method"], acceptmoe["method"]) == ("native", "acceptmoe")
+    assert native["waves"] > acceptmoe["waves"] >= 1
+    assert native["megabytes"] > acceptmoe["megabytes"] > 0
+    for row in (native, acceptmoe):
+        assert row["hit_rate"] == pytest.approx(1 - row["loads"] / row["used"])
+        assert 0 < row["wait_share"] < 1
     for row in summary["sections"]["pocket"]["rows"]:
         assert row["prompts_equal_to_cpu"] == row["prompts"] > 0
     assert summary["findings"].keys() >= {"slopes", "fastest"}
