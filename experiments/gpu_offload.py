@@ -158,17 +158,16 @@ def _method_rows(
     ]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _Part:
-    """Experts of a layer that are computed together, and in which slots."""
+    """Experts of a layer that are computed together, in which slots, and whether none follow."""
 
     experts: Sequence[int]
     slot_of: np.ndarray
     last: bool
-    bank: ExpertBank | None = None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _Record:
     """What a layer did in a verification: the residency it began with, and its parts."""
 
@@ -191,7 +190,8 @@ class _Layers:
         block = stages.tree_block(state, gpu_steps.random_tree(setup))
         self._route = jax.jit(functools.partial(_route, setup, selector, block, jnp.array(PHAT)))
         self._records: dict[tuple[int, int], _Record] = {}  # (verification, layer)
-        self._pools: dict[int, ExpertBank] = {}
+        self._pools: dict[int, ExpertBank] = {}  # of each layer, as `transfer` leaves it
+        self._banks: dict[tuple[int, int], list[ExpertBank]] = {}  # one a part
 
     def record(self, index: int) -> None:
         """`verify`, which compiles, and is what the others repeat."""
@@ -221,21 +221,22 @@ class _Layers:
             jax.block_until_ready(self._pools[layer])
 
     def prepare_compute(self) -> None:
-        """For `compute`: the slots as they were, in the pools that `transfer` left."""
-        for (_, layer), record in self._records.items():
-            for part in record.parts:
-                part.bank = with_slots(self._pools[layer], part.slot_of)
+        """For `compute`, after the last `transfer`: what is in memory by then takes no time."""
+        self._banks = {
+            (index, layer): [with_slots(self._pools[layer], part.slot_of) for part in record.parts]
+            for (index, layer), record in self._records.items()
+        }
 
     def compute(self, index: int) -> None:
-        """Selection and experts alone: the same experts in the same slots, whosoever numbers."""
+        """Selection and experts alone: the same slots, whichever experts are in them by now."""
         x = self._x
         for place, layer in enumerate(self._runner.tables):
             record = self._records[index, layer]
             routed, used = self._route(self._logits[index][place], x, record.resident)
             np.asarray(used)
             x = None
-            for part in record.parts:
-                x = self._experts(x, routed, part.experts, part.bank, part.last)
+            for part, bank in zip(record.parts, self._banks[index, layer], strict=True):
+                x = self._experts(x, routed, part.experts, bank, part.last)
         jax.block_until_ready(x)
 
     def _verify(self, index: int, begins: Callable, computes: Callable) -> None:
