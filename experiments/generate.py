@@ -23,8 +23,6 @@ from absl import flags
 from acceptmoe_jax import reporting
 from acceptmoe_jax.errors import UserError
 from acceptmoe_jax.files import write_atomically, write_json
-from acceptmoe_jax.models.gpt_oss import GptOssConfig
-from acceptmoe_jax.models.qwen3_moe import Qwen3MoeConfig
 from acceptmoe_jax.prompts import read_prompts
 from acceptmoe_jax.runtime import cost_model
 from acceptmoe_jax.runtime.engine import AUTOREGRESSIVE, Prompt
@@ -39,11 +37,6 @@ _PROMPTS = flags.DEFINE_string("prompts", None, "A JSONL file of prompts.")
 _STOP = flags.DEFINE_multi_string("stop", [], "A text that ends an answer; may be repeated.")
 _OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Where the files go.", required=True)
 
-# What the shares of experts are carried over to: the published target of the family.
-_FULL_SIZE = {
-    Qwen3MoeConfig: (cost_model.QWEN3_30B_A3B, cost_model.QWEN3_30B_A3B_EAGLE3),
-    GptOssConfig: (cost_model.GPT_OSS_120B, cost_model.GPT_OSS_120B_EAGLE3),
-}
 _SHOWN = 4  # prompts whose answers are printed
 
 _MEASURED = {
@@ -168,7 +161,7 @@ def _show_modelled(engine, summaries) -> None:
         for method, summary in summaries.items()
         if summary["verifications"]
     ]
-    target, head = _FULL_SIZE[type(engine.model.setup.target)]
+    target, head = method_flags.full_size(engine)
     for device in (DEVICES["rtx-pro-6000"], DEVICES["h200"]):
         modelled = cost_model.modelled_rows(
             sets, target, head, device, draft_steps=engine.model.setup.tree.steps

@@ -8,6 +8,10 @@ from absl import flags
 
 from acceptmoe_jax import reporting
 from acceptmoe_jax.errors import UserError
+from acceptmoe_jax.models.gpt_oss import GptOssConfig
+from acceptmoe_jax.models.qwen3_moe import Qwen3MoeConfig
+from acceptmoe_jax.runtime import cost_model
+from acceptmoe_jax.runtime.cost_model import HeadShape, TargetShape
 from acceptmoe_jax.runtime.engine import AUTOREGRESSIVE, Engine, Generation, Prompt
 from acceptmoe_jax.runtime.statistics import summarise
 from acceptmoe_jax.selection import POLICIES, SelectorConfig
@@ -30,6 +34,18 @@ _BUDGET = flags.DEFINE_integer(
 _AUDIT = flags.DEFINE_bool(
     "audit", True, "Verify every block natively as well, outside the timed seconds."
 )
+
+
+# What the shares of experts are carried over to: the published target of the family.
+_FULL_SIZE = {
+    Qwen3MoeConfig: (cost_model.QWEN3_30B_A3B, cost_model.QWEN3_30B_A3B_EAGLE3),
+    GptOssConfig: (cost_model.GPT_OSS_120B, cost_model.GPT_OSS_120B_EAGLE3),
+}
+
+
+def full_size(engine: Engine) -> tuple[TargetShape, HeadShape]:
+    """The published target of the engine's family, and its head, for the cost model."""
+    return _FULL_SIZE[type(engine.model.setup.target)]
 
 
 def methods(default: Sequence[str] = (AUTOREGRESSIVE, "native", "acceptmoe")) -> list[str]:

@@ -10,8 +10,9 @@ Each layer has slots for a share of its experts (48 of 128 by default, as publis
 --link_gbps adds a simulated one, and every table and file says so. The default prompts are held-out
 pocket tasks; each begins with no expert on the device.
 
-Prints the measured table and, modelled, how the cost model compares with the published run; writes
-`summary.json`, `traffic.png` and `residency.png`. Some four minutes on two CPU cores.
+Prints the measured table and, modelled, what the same shares of experts used and missed mean at
+full size, and how the cost model compares with the published run; writes `summary.json`,
+`traffic.png` and `residency.png`. Some four minutes on two CPU cores.
 """
 
 import pathlib
@@ -28,6 +29,7 @@ from acceptmoe_jax.runtime import offload_model
 from acceptmoe_jax.runtime.engine import Prompt
 from acceptmoe_jax.runtime.offload_plots import residency_timeline, traffic_bars
 from experiments import engine_flags, method_flags
+from pallas_kernels.devices import DEVICES
 
 _PROMPTS = flags.DEFINE_string("prompts", None, "A JSONL file of prompts; default: pocket tasks.")
 _TASKS = flags.DEFINE_integer("tasks", 4, "Held-out pocket tasks of each family.", lower_bound=1)
@@ -47,6 +49,13 @@ _MEASURED = {
     "agreement_with_native": ".2%",
     "kl_on_accepted_rows": ".4f",
 }
+_FULL_SIZE = {
+    "method": "",
+    "tokens_per_second": ".1f",
+    "wait_share": ".1%",
+    "speed_against_first": ".2f",
+}
+_DEVICE = DEVICES["rtx-5090"]
 _PREDICTED = {
     "name": "",
     "native_wait_share": ".0%",
@@ -72,6 +81,8 @@ def main() -> None:
         for share in offload_model.NATIVE_WAIT_SHARES
         for run in offload_model.PUBLISHED_RUNS
     ]
+    target, head = method_flags.full_size(engine)
+    full_size = _full_size_rows(engine, summaries, target, head)
     output = pathlib.Path(_OUTPUT_DIR.value)
     summary = {
         "methods": summaries,
@@ -79,6 +90,7 @@ def main() -> None:
         "dtype": engine_flags.DTYPE.value,
         "target": engine_flags.TARGET.value,
         "draft": engine_flags.DRAFT.value,
+        "modelled_at_full_size": full_size,
         "modelled_against_the_paper": predictions,
         "versions": reporting.versions(),
     } | engine_flags.offload_facts(engine)
@@ -87,7 +99,10 @@ def main() -> None:
     write_atomically(
         output / "residency.png", residency_timeline(timeline.owners, engine.offload.slots, where)
     )
-    _show(summaries, predictions, where)
+    _show(summaries, where)
+    title = f"Modelled, not measured: the same shares in {target.name} on an {_DEVICE.name}"
+    reporting.print_table(title, full_size, _FULL_SIZE)
+    _show_predictions(predictions)
     print(f"Written: {output / 'summary.json'}")
 
 
@@ -114,12 +129,37 @@ class _Timeline:
         self.owners.setdefault(method, []).append(owners)
 
 
-def _show(summaries, predictions, where: str) -> None:
+def _full_size_rows(engine, summaries, target, head) -> list[dict[str, Any]]:
+    experts = engine.model.setup.target.num_experts
+    rows = []
+    for method, summary in summaries.items():
+        loads = offload_model.MeasuredLoads(
+            summary["used"] / experts,
+            summary["misses"] / experts,
+            summary["waves"],
+            summary["accepted_length"],
+        )
+        speed, waiting = offload_model.tokens_per_second(loads, target, head, _DEVICE)
+        rows.append(
+            {
+                "method": method,
+                "tokens_per_second": speed,
+                "wait_share": waiting,
+                "speed_against_first": speed / rows[0]["tokens_per_second"] if rows else 1.0,
+            }
+        )
+    return rows
+
+
+def _show(summaries, where: str) -> None:
     rows: list[dict[str, Any]] = [
         {"method": name, "h2d_megabytes_per_token": summary["h2d_bytes_per_token"] / 1e6} | summary
         for name, summary in summaries.items()
     ]
     reporting.print_table(f"Measured on {where}", rows, _MEASURED)
+
+
+def _show_predictions(predictions) -> None:
     reporting.print_table(
         "Modelled, not measured: the published run, from Standard SD's share of waiting",
         predictions,

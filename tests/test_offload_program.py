@@ -6,7 +6,8 @@ import pytest
 
 from acceptmoe_jax import Engine
 from acceptmoe_jax.offload.config import OffloadConfig
-from acceptmoe_jax.runtime import offload_model
+from acceptmoe_jax.runtime import cost_model, offload_model
+from pallas_kernels.devices import DEVICES
 from tests import pocket
 
 POCKETS = {
@@ -121,6 +122,17 @@ def test_a_prediction_worked_by_hand():
     assert prediction.rest_milliseconds == pytest.approx(1e3 * rest, rel=1e-3)
     assert prediction.wait_share == pytest.approx(wait / total, rel=1e-3)
     assert prediction.speed_ratio == pytest.approx(native / total, rel=1e-3)
+
+
+def test_full_size_speed_adds_drafting_reading_and_loading():
+    target, head = cost_model.QWEN3_30B_A3B, cost_model.QWEN3_30B_A3B_EAGLE3
+    loads = offload_model.MeasuredLoads(28 / 128, 6 / 128, 1.0, 4.39)
+    device = DEVICES["rtx-5090"]
+    speed, waiting = offload_model.tokens_per_second(loads, target, head, device)
+    reading = (target.dense_bytes + 28 * 48 * 9_437_184 + head.round_bytes()) / 1.79e12
+    loading = 6 * 48 * 9_437_184 / 57e9
+    assert speed == pytest.approx(4.39 / (reading + loading))
+    assert waiting == pytest.approx(loading / (reading + loading))
 
 
 def test_at_the_low_end_of_the_published_waiting_the_paper_is_predicted_unseen():

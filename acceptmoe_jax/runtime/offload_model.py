@@ -13,8 +13,8 @@ Figures: AcceptMoE, arXiv 2608.02989, on an RTX 5090 with 48 slots a layer, LRU.
 import dataclasses
 
 from acceptmoe_jax.runtime import cost_model
-from acceptmoe_jax.runtime.cost_model import TargetShape
-from pallas_kernels.devices import DEVICES
+from acceptmoe_jax.runtime.cost_model import HeadShape, TargetShape
+from pallas_kernels.devices import DEVICES, Device
 
 _DEVICE = dataclasses.replace(DEVICES["rtx-5090"], link_bandwidth=56e9)
 _ACCEPTED_LENGTH = 4.39
@@ -97,6 +97,47 @@ def predict(run: OffloadedRun, native_wait_share: float) -> Prediction:
         speed_ratio=ratio,
         speed_ratio_miss=ratio / SPEED_RATIO - 1,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredLoads:
+    """What a run of a model of any size measured of one method, a layer and verification.
+
+    Attributes:
+      used_share, miss_share: of the layer's experts.
+      waves: groups in which they came.
+      accepted_length: tokens a verification.
+    """
+
+    used_share: float
+    miss_share: float
+    waves: float
+    accepted_length: float
+
+
+def tokens_per_second(
+    loads: MeasuredLoads,
+    target: TargetShape,
+    head: HeadShape,
+    device: Device,
+    sync_seconds: float = 0.0,
+) -> tuple[float, float]:
+    """A full-size target that uses and misses the same shares of its experts.
+
+    Args:
+      sync_seconds: the host's cost of a wave.
+
+    Returns:
+      Tokens a second, and the share of the time for which experts are on the link.
+    """
+    experts = target.experts
+    misses = loads.miss_share * experts
+    verify = cost_model.verification_seconds(
+        target, device, loads.used_share * experts, misses, loads.waves, sync_seconds
+    )
+    total = verify + cost_model.draft_seconds(head, device)
+    waiting = misses * target.slot_bytes(1) / device.link_bandwidth
+    return cost_model.tokens_per_second(loads.accepted_length, total), waiting / total
 
 
 def _reading(run: OffloadedRun, used: float) -> float:
