@@ -179,6 +179,14 @@ def test_a_request_does_not_depend_on_the_one_before_unless_it_is_to():
     assert warm.table.hit_rate > (before.table.hit_rate or 0)
 
 
+@pytest.mark.parametrize("way", ["load", "stream"])
+def test_a_layer_whose_picks_were_all_dropped_is_computed_once_without_experts(way):
+    runner, calls = offloaded(slots=7), []
+    layer = QWEN3_MOE.moe_layers[0]
+    getattr(runner, way)(layer, [], lambda part, bank, *, last: calls.append((len(part), last)))
+    assert calls == [(0, True)]
+
+
 # --- Failures ----------------------------------------------------------------------------------
 
 

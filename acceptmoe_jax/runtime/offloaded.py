@@ -33,6 +33,8 @@ from acceptmoe_jax.runtime.state import Audit, DecodeState, LayerCounts, Round, 
 from acceptmoe_jax.selection import SelectorConfig
 from pallas_kernels.masked_expert_gemm import ExpertBank
 
+Compute = Callable[..., None]  # (experts, bank, *, last)
+
 
 class OffloadedRunner:
     """Runs the programs of `layerwise` and moves experts between them.
@@ -133,8 +135,13 @@ class OffloadedRunner:
         forward.state = state
         return self._end(layerwise.end_audit, forward, state.draft, done, saved, x, captured)
 
-    def stream(self, layer: int, experts: Sequence[int], compute: "Compute") -> Any:
-        """Computes experts of a layer by way of the stream's buffer, resident ones in place."""
+    def stream(self, layer: int, experts: Sequence[int], compute: Compute) -> None:
+        """Computes experts of a layer by way of the stream's buffer, resident ones in place.
+
+        Args:
+          compute: called with a part of the experts, a bank that holds them, and whether it is
+            the last part; once without experts if there are none.
+        """
         before = self.transfers.traffic
         table = self.tables[layer]
         slot_of = table.slot_of
@@ -151,13 +158,15 @@ class OffloadedRunner:
             compute(group, self._stream, last=at == len(groups) - 1)
         self._streamed += self.transfers.traffic - before
 
-    def load(self, layer: int, experts: Sequence[int], compute: "Compute") -> None:
-        """Computes experts of a layer in its slots, wave by wave."""
+    def load(self, layer: int, experts: Sequence[int], compute: Compute) -> None:
+        """Computes experts of a layer in its slots, wave by wave; see `stream`."""
         table = self.tables[layer]
         waves = table.plan(experts)
         groups = [
             wave.loads[at : at + GROUP] for wave in waves for at in range(0, len(wave.loads), GROUP)
         ]
+        if not waves:  # every pick was dropped
+            compute((), self._pools[layer], last=True)
         loads = _Pipeline(self, layer, groups)
         for wave in waves:
             slots = table.begin(wave)
@@ -195,10 +204,6 @@ class OffloadedRunner:
         shapes = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
         bound = functools.partial(function, self.setup)
         return self.compiled.run((function, structure, shapes), bound, *args, donate=donate)
-
-
-# (experts, a bank that holds them, whether none follow)
-Compute = Callable[..., None]
 
 
 class _Pipeline:
