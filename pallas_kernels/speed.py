@@ -147,7 +147,7 @@ def _dense(x_TD, bank, expert_ids_Tk, weights_Tk, used_ids_E, used_count, *, act
     """masked_expert_gemm with every slot on every row, weights that are not picked at zero."""
     del used_ids_E, used_count
     rows = jnp.arange(x_TD.shape[0])[:, None]
-    weights_TC = jnp.zeros((x_TD.shape[0], bank.gate.shape[0]), x_TD.dtype)
+    weights_TC = jnp.zeros((x_TD.shape[0], bank.num_slots), x_TD.dtype)
     weights_TC = weights_TC.at[rows, bank.slot_of[expert_ids_Tk]].set(weights_Tk.astype(x_TD.dtype))
     gate = jnp.einsum("td,cfd->ctf", x_TD, bank.gate)
     up = jnp.einsum("td,cfd->ctf", x_TD, bank.up)

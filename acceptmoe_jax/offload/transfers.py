@@ -243,7 +243,7 @@ class Transfers:
         self._wait_seconds += self._clock() - before
 
     def _write(self, pool, records, slots, slot_of) -> ExpertBank:
-        num_slots = _num_slots(pool)
+        num_slots = pool.num_slots
         count = next(size for size in _SIZES if size >= len(records))
         padding = count - len(records)
         indices = np.empty(count + len(slot_of), np.int32)
@@ -258,10 +258,10 @@ class Transfers:
         return pool
 
     def _program(self, pool: ExpertBank, count: int) -> Callable:
-        key = (_num_slots(pool), count)
+        key = (pool.num_slots, count)
         if key not in self._programs:  # a dispatch need not hash the layout
             num_experts = pool.slot_of.shape[0]
-            self._programs[key] = _compiled(self.layout, _num_slots(pool), num_experts, count)
+            self._programs[key] = _compiled(self.layout, pool.num_slots, num_experts, count)
         return self._programs[key]
 
 
@@ -320,10 +320,6 @@ def _scatter(
         for leaf, new in zip(jax.tree.leaves(bank_weights(pool)), zip(*map(layout.unpack, records)))
     ]
     return _bank(layout, leaves, slot_of)
-
-
-def _num_slots(pool: ExpertBank) -> int:
-    return jax.tree.leaves(pool.down)[0].shape[0]
 
 
 def _device() -> jax.sharding.Sharding:

@@ -104,14 +104,15 @@ class OffloadedRunner:
         block, x, views = self._begin(layerwise.begin_chunk, _without_draft(state), tokens, count)
         forward = _Forward(self, state, block, views, self.setup.native(), streams=True)
         x, captured, _ = forward.run(x)
-        return self._end(layerwise.end_chunk, forward, state.draft, block, next_token, x, captured)
+        args = (block, next_token, x, captured)
+        return self._end(layerwise.end_chunk, forward, state, state.draft, *args)
 
     def step(self, state: DecodeState) -> tuple[DecodeState, LayerCounts]:
         """See `programs.autoregressive_step`."""
         row = (state.last_token[None], jnp.int32(1))
         block, x, views = self._begin(layerwise.begin_chunk, _without_draft(state), *row)
         forward = _Forward(self, state, block, views, self.setup.native())
-        return self._end(layerwise.end_step, forward, state.draft, *forward.run(x))
+        return self._end(layerwise.end_step, forward, state, state.draft, *forward.run(x))
 
     def round(
         self, state: DecodeState, phat: jax.Array, selector: SelectorConfig
@@ -121,7 +122,7 @@ class OffloadedRunner:
             layerwise.begin_round, state.draft, _without_draft(state), donate=(1,)
         )
         forward = _Forward(self, state, block, views, selector, phat=phat)
-        return self._end(layerwise.end_round, forward, draft, tree, *forward.run(x))
+        return self._end(layerwise.end_round, forward, state, draft, tree, *forward.run(x))
 
     def audit(self, state: DecodeState, done: Round) -> tuple[DecodeState, Audit]:
         """See `programs.audit_round`; the tables do not notice."""
@@ -132,8 +133,8 @@ class OffloadedRunner:
         before = stages.before_round(state, done)
         forward = _Forward(self, before, block, views, self.setup.native(), streams=True)
         x, captured, _ = forward.run(x)
-        forward.state = state
-        return self._end(layerwise.end_audit, forward, state.draft, done, saved, x, captured)
+        args = (done, saved, x, captured)
+        return self._end(layerwise.end_audit, forward, state, state.draft, *args)
 
     def stream(self, layer: int, experts: Sequence[int], compute: Compute) -> None:
         """Computes experts of a layer by way of the stream's buffer, resident ones in place.
@@ -192,11 +193,11 @@ class OffloadedRunner:
     def _begin(self, function, *args, donate: tuple[int, ...] = ()) -> Any:
         return self._program(function, self._ends, *args, donate=donate)
 
-    def _end(self, function, forward: "_Forward", draft, *args) -> Any:
+    def _end(self, function, forward: "_Forward", state: DecodeState, draft, *args) -> Any:
         """What follows the last layer consumes the caches and what the head carries."""
-        state = forward.state.replace(caches=(), draft=None)
+        rest = state.replace(caches=(), draft=None)
         caches = tuple(forward.caches)
-        return self._program(function, self._ends, caches, draft, state, *args, donate=(1, 2))
+        return self._program(function, self._ends, caches, draft, rest, *args, donate=(1, 2))
 
     def _program(self, function, *args, donate: tuple[int, ...] = ()) -> Any:
         """A program at an end of a forward, keyed by the shapes of what it is given."""
@@ -229,8 +230,8 @@ class _Forward:
 
     def __init__(self, runner, state, block, views, selector, *, phat=None, streams=False):
         self.runner = runner
-        self.state = state
         self.caches = list(state.caches)
+        self._start = state.length
         self._block = block
         self._views = dict(zip(runner.setup.target.windows, views))
         self._selector = selector
@@ -257,7 +258,7 @@ class _Forward:
         """A layer's first half, or all of a dense one; takes and puts back its cache."""
         runner, target = self.runner, self.runner.setup.target
         window = target.window(layer)
-        args = (self._block, self._views[window], self.state.length)
+        args = (self._block, self._views[window], self._start)
         static = (runner.setup, layer)
         if function is layerwise.route:
             static += (self._selector,)
@@ -288,7 +289,7 @@ class _Forward:
             wave[-1] = len(part)
             key = (layerwise.run_experts, last, result is None, len(bank.slot_of), *self._shape)
             result = runner.compiled.run(
-                (*key, _num_slots(bank)),
+                (*key, bank.num_slots),
                 functools.partial(layerwise.run_experts, runner.setup, last),
                 result,
                 routed,
@@ -307,7 +308,3 @@ class _Forward:
 def _without_draft(state: DecodeState) -> DecodeState:
     """What a forward begins with: of the caches it reads only how many rows they have."""
     return state.replace(caches=state.caches[:1], draft=None)
-
-
-def _num_slots(bank: ExpertBank) -> int:
-    return jax.tree.leaves(bank.down)[0].shape[0]

@@ -3,7 +3,8 @@
 draft a tree -> a forward of the target over its rows -> accept, compact, draft-extend
 
 The forward lies between `tree_block` and `finish_round`, and likewise for prefill and plain
-steps: `programs` runs it in one piece, with every expert on the device.
+steps: `programs` runs it in one piece, with every expert on the device, `layerwise` in a program
+a layer.
 """
 
 import dataclasses

@@ -23,7 +23,7 @@ from acceptmoe_jax.selection.routing import (
     natural_routing,
     used_experts,
 )
-from acceptmoe_jax.selection.selector import SelectionResult, select
+from acceptmoe_jax.selection.selector import SelectionResult, policy_set, select
 
 __all__ = [
     "POLICIES",
@@ -40,6 +40,7 @@ __all__ = [
     "entropy",
     "expert_demand",
     "natural_routing",
+    "policy_set",
     "prune",
     "residual_distribution",
     "residual_size",

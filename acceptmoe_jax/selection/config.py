@@ -78,11 +78,20 @@ class SelectorConfig:
                 raise ValueError(f"{name} must be finite and not negative, got {value}")
         if not 0 < self.mass <= 1:
             raise ValueError(f"mass must lie in (0, 1], got {self.mass}")
-        truncates = self.policy == "moe_spec" and self.moe_spec_mode == "truncate"
-        if self.renormalize_truncated and not truncates:
+        if self.renormalize_truncated and not self.truncates:
             raise ValueError(
                 "renormalize_truncated applies to policy 'moe_spec' with moe_spec_mode 'truncate'"
             )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether picks outside the set are dropped instead of substituted."""
+        return self.policy == "moe_spec" and self.moe_spec_mode == "truncate"
+
+    @property
+    def prunes(self) -> bool:
+        """Whether experts that are not on the device are dropped, where residency is known."""
+        return self.prune and self.policy in ("acceptmoe", "acceptmoe_fix")
 
     def check_experts(self, num_experts: int) -> None:
         """Refuses a layer with fewer experts than the policy needs.

@@ -109,7 +109,7 @@ def select(
     q = demand_lib.residual_distribution(demand, anchor)
     size = demand_lib.residual_size(q, config.size_rule, config.mass)
 
-    before = _policy_set(logits, valid, q, anchor, size, config)
+    before = policy_set(logits, valid, q, anchor, size, config)
     budget = eligible_lib.displaced_assignments(before, assignments)
     pruned = _pruned(before, resident, anchor, demand, assignments, budget, config)
     eligible = before & ~pruned if eligible_override is None else eligible_override
@@ -141,7 +141,22 @@ def _node_weights(depth, valid, phat, config):
     return demand_lib.commitment_weights(depth, valid, phat, config.beta, config.gamma)
 
 
-def _policy_set(logits, valid, q, anchor, size, config):
+def policy_set(
+    logits: Float[Array, "T E"],
+    valid: Bool[Array, "T"],
+    q: Float[Array, "E"],
+    anchor: Bool[Array, "E"],
+    size: Int[Array, ""],
+    config: SelectorConfig,
+) -> Bool[Array, "E"]:
+    """`S`, the set of the config's policy before pruning.
+
+    Args:
+      logits, valid: of the block, which MoE-Spec scores by itself.
+      q: residual demand, 0 on the anchor.
+      anchor: experts that are always in the set of a policy that has an anchor.
+      size: experts that q is worth.
+    """
     if config.policy == "native":
         return jnp.ones_like(anchor)
     if config.policy == "moe_spec":
@@ -154,8 +169,7 @@ def _policy_set(logits, valid, q, anchor, size, config):
 
 
 def _pruned(before, resident, anchor, demand, assignments, budget, config):
-    prunes = config.prune and config.policy in ("acceptmoe", "acceptmoe_fix")
-    if resident is None or not prunes:
+    if resident is None or not config.prunes:
         return jnp.zeros_like(before)
     removable = before & ~resident
     if config.protect_anchor:
@@ -164,7 +178,7 @@ def _pruned(before, resident, anchor, demand, assignments, budget, config):
 
 
 def _route(logits, eligible, valid, config):
-    if config.policy == "moe_spec" and config.moe_spec_mode == "truncate":
+    if config.truncates:
         return routing.dispatch_truncated(
             logits,
             eligible,

@@ -104,7 +104,7 @@ def run_experts(
       block: rows of a block, a compromise between waste and the size of a product.
     """
     rows, k = expert_ids.shape
-    blocks = sort_into_blocks(expert_ids, bank.gate.shape[0], block)
+    blocks = sort_into_blocks(expert_ids, bank.num_slots, block)
     grouped = _take(x, blocks.row_of, blocks.slot_of).reshape(-1, block, x.shape[-1])
     experts = blocks.expert_of_block
 

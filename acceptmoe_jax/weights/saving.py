@@ -122,7 +122,7 @@ def _tensors(
 def _in_expert_order(layer: int, bank: ExpertBank) -> ExpertBank:
     """The bank on the host, slot e holding expert e."""
     slots = np.asarray(bank.slot_of)
-    if not (0 <= slots.min() and slots.max() < bank.down.shape[0]):
+    if not (0 <= slots.min() and slots.max() < bank.num_slots):
         raise ValueError(f"layer {layer}: only a bank that holds every expert can be saved")
     ordered = jax.tree.map(lambda leaf: np.asarray(leaf)[slots], bank_weights(bank))
     return resident_bank(ordered, len(slots))

@@ -71,7 +71,7 @@ def kernel(refs, out, scratch, *, config, num_experts):
     before = _policy_set(experts, scores, q, anchor, size, config)
     budget = selection.displaced_assignments(before, assignments)
     pruned = experts.full(0) > 0
-    if resident_ref is not None and config.prune and config.policy.startswith("acceptmoe"):
+    if resident_ref is not None and config.prunes:
         removable = before & (experts.load(resident_ref) == 0)
         if config.protect_anchor:
             removable &= ~anchor
@@ -93,7 +93,6 @@ def kernel(refs, out, scratch, *, config, num_experts):
     out.effective_rank_size[...] = size
     out.rerouting_budget[...] = budget
 
-    truncates = config.policy == "moe_spec" and config.moe_spec_mode == "truncate"
     inside = experts.over_rows(jnp.where(eligible, 1, 0)) > 0
     uses = experts.full(0)
     for block in blocks:
@@ -103,10 +102,10 @@ def kernel(refs, out, scratch, *, config, num_experts):
             block.store_picks(out.expert_ids, block.ids)
         else:
             # Truncation finds its natural picks again: kept from before they would not fit.
-            routed = logits if truncates else jnp.where(inside, logits, -jnp.inf)
+            routed = logits if config.truncates else jnp.where(inside, logits, -jnp.inf)
             block.route(routed, out.expert_ids, config.top_k)
         weights = _weights(block, highest, total, config.norm_topk_prob)
-        if truncates:
+        if config.truncates:
             weights = _truncated(block, experts, weights, inside, config.renormalize_truncated)
         block.store_picks(out.weights, weights)
         live = block.taken & inside & (logits != -jnp.inf)

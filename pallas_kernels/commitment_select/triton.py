@@ -75,10 +75,10 @@ def _kernel(logits_ref, depth_ref, valid_ref, phat_ref, resident_ref, override_r
         anchor = _any(selected & (axes.row == 0)[:, None])
     q = selection.residual_distribution(demand, anchor)
     size = selection.residual_size(q, config.size_rule, config.mass)
-    before = axes.is_expert & _policy_set(logits, valid, q, anchor, size, config)
+    before = axes.is_expert & selection.policy_set(logits, valid, q, anchor, size, config)
     budget = selection.displaced_assignments(before, assignments)
     pruned = jnp.zeros_like(before)
-    if resident_ref is not None and config.prune and config.policy.startswith("acceptmoe"):
+    if resident_ref is not None and config.prunes:
         removable = before & ~axes.load_experts(resident_ref, True)
         if config.protect_anchor:
             removable &= ~anchor
@@ -98,15 +98,14 @@ def _kernel(logits_ref, depth_ref, valid_ref, phat_ref, resident_ref, override_r
     axes.store_experts(out.pruned, pruned)
     axes.store_experts(out.eligible, eligible)
 
-    truncates = config.policy == "moe_spec" and config.moe_spec_mode == "truncate"
     routed = logits
-    if not (truncates or (config.policy == "native" and override_ref is None)):
+    if not (config.truncates or (config.policy == "native" and override_ref is None)):
         routed = jnp.where(eligible[None, :], logits, -jnp.inf)
         rank, best = _top_k_rank(routed, axes.expert, config.top_k)
         highest = best if config.norm_topk_prob else highest
     found = (rank < config.top_k) & (routed != -jnp.inf)
     weights = _weights(logits, routed, found, highest, config.norm_topk_prob)
-    if truncates:
+    if config.truncates:
         found &= eligible[None, :]
         weights = _truncated(weights, found, config.renormalize_truncated)
     axes.store_picks(out.expert_ids, rank, axes.expert_TE)
@@ -185,17 +184,6 @@ def _commitment_weights(depth, valid, phat, config):
     same_depth = (depth[:, None] == depth[None, :]) & valid[None, :]
     nodes = jnp.maximum(same_depth.sum(axis=1, dtype=jnp.int32), 1).astype(jnp.float32)
     return jnp.where(valid, power(phat, config.beta) / power(nodes, config.gamma), 0.0)
-
-
-def _policy_set(logits, valid, q, anchor, size, config):
-    if config.policy == "native":
-        return jnp.ones_like(anchor)
-    if config.policy == "moe_spec":
-        scores = selection.router_mass(logits, valid)
-        return selection.descending_rank(scores) < config.budget
-    if config.policy == "acceptmoe_fix":
-        size = config.budget - config.top_k if config.anchor else config.budget
-    return selection.anchored_set(q, anchor, size, 0 if config.anchor else config.top_k)
 
 
 def _weights(logits, routed, found, highest, norm_topk_prob):

@@ -28,6 +28,11 @@ class ExpertBank:
     up_bias: Float[Array, "C F"] | None = None
     down_bias: Float[Array, "C D"] | None = None
 
+    @property
+    def num_slots(self) -> int:
+        """C."""
+        return self.down.shape[0]
+
 
 def numbers(matrix: Matrix, dtype: jnp.dtype = jnp.float32) -> Float[Array, "..."]:
     """The matrices as numbers: packed ones as `dtype`, others as they are."""
