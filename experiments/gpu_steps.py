@@ -119,8 +119,8 @@ def _step_rows(published: Published, implementations: Implementations, plan: Pla
         block = stages.tree_block(state, tree)
         out = programs.forward(setup, weights, state, block, selector, phat, eligible)
         tokens = jnp.argmax(stages.unembed(setup, weights, out.hidden), axis=-1)
-        used = stages.stack_layers(out.moe).used
-        return state.replace(caches=out.caches), (tokens, used)
+        counts, _ = stages.stack_layers(out.moe)
+        return state.replace(caches=out.caches), (tokens, counts.used)
 
     program = jax.jit(verify, donate_argnums=1)
     results = {}

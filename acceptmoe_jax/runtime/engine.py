@@ -19,6 +19,7 @@ from acceptmoe_jax.runtime.pretrained import Pretrained, load_pretrained
 from acceptmoe_jax.runtime.resident import ResidentRunner
 from acceptmoe_jax.runtime.state import DecodeState, empty_state
 from acceptmoe_jax.runtime.statistics import DecodeStatistics
+from acceptmoe_jax.runtime.verification import Verification
 from acceptmoe_jax.selection import CommitmentTable, SelectorConfig
 from acceptmoe_jax.speculation import TreeConfig
 from acceptmoe_jax.text import harmony
@@ -250,6 +251,8 @@ class Engine:
         chat_variables: Mapping[str, Any] | None = None,
         audit: bool = False,
         on_tokens: Callable[[int, tuple[int, ...]], None] | None = None,
+        observe: Callable[[int, Verification], None] | None = None,
+        record: bool = False,
     ) -> list[Generation]:
         """Decodes the prompts greedily, one after the other.
 
@@ -262,6 +265,8 @@ class Engine:
           chat, chat_variables: see `encode`.
           audit: verify every block once more under native routing, outside the timed seconds.
           on_tokens: called with the prompt's index and its new tokens after every forward.
+          observe: called with the prompt's index and what happened after every verification.
+          record: give `observe` router logits and sets too.
 
         Raises:
           UserError: before any decoding, if a prompt is empty or too long or a setting is wrong.
@@ -278,12 +283,18 @@ class Engine:
                 )
         return [
             self._generate_one(
-                ids, selector, rules, audit, functools.partial(on_tokens or _ignore, index)
+                ids,
+                selector,
+                rules,
+                audit,
+                functools.partial(on_tokens or _ignore, index),
+                functools.partial(observe or _ignore, index),
+                record,
             )
             for index, ids in enumerate(encoded)
         ]
 
-    def _generate_one(self, ids, selector, rules, audit, on_tokens) -> Generation:
+    def _generate_one(self, ids, selector, rules, audit, on_tokens, observe, record) -> Generation:
         setup = self.model.setup
         statistics = DecodeStatistics(
             num_layers=len(setup.target.moe_layers),
@@ -301,7 +312,7 @@ class Engine:
             on_tokens(run)
             if reason is not None:
                 break
-            state, run = forward(state, selector, statistics, audit)
+            state, run = forward(state, selector, statistics, audit, observe, record)
         answer = harmony.read_answer(self.tokenizer, ids, emitted)
         text = rules.trim(answer.final)
         return Generation(ids, tuple(emitted), text, answer.analysis, reason, statistics)
@@ -324,8 +335,8 @@ class Engine:
             statistics.prefill_bytes += timed.loads.streamed.bytes
         return state
 
-    def _plain_forward(self, state, selector, statistics, audit):
-        del selector, audit  # plain decoding is native by definition
+    def _plain_forward(self, state, selector, statistics, audit, observe, record):
+        del selector, audit, observe, record  # plain decoding is native by definition
         with self._timed(statistics) as timed:
             state, counts = self.runner.step(state)
             token, counts = jax.device_get((state.last_token, counts))
@@ -333,10 +344,11 @@ class Engine:
         statistics.add_audit(rows=1, agreeing=1, kl=0.0)
         return state, (int(token),)
 
-    def _tree_forward(self, state, selector, statistics, audit):
+    def _tree_forward(self, state, selector, statistics, audit, observe, record):
         phat = self.commitment.phat if self.commitment is not None else (1.0,)
         with self._timed(statistics) as timed:
-            state, done = self.runner.round(state, jnp.asarray(phat, jnp.float32), selector)
+            phat = jnp.asarray(phat, jnp.float32)
+            state, done = self.runner.round(state, phat, selector, record)
             tree, accepted, counts = jax.device_get((done.tree, done.acceptance, done.counts))
         length = int(accepted.length)
         statistics.add_forward(length, counts, tree.depth[tree.valid], timed.seconds, timed.loads)
@@ -344,6 +356,7 @@ class Engine:
             with self._timed(statistics):
                 state, result = self.runner.audit(state, done)
             statistics.add_audit(length, int(result.agreeing), float(result.kl))
+        observe(Verification.from_round(tree, accepted, jax.device_get(done.record)))
         return state, tuple(int(token) for token in accepted.tokens[:length])
 
     @contextlib.contextmanager
@@ -368,8 +381,8 @@ class _Timed:
     loads: Loads = Loads()
 
 
-def _ignore(index: int, tokens: tuple[int, ...]) -> None:
-    del index, tokens
+def _ignore(index: int, event: Any) -> None:
+    del index, event
 
 
 def _split(ids: Sequence[int]) -> list[tuple[int, int]]:

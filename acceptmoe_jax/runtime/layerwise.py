@@ -160,14 +160,15 @@ def end_chunk(setup, weights, caches, draft, state, block, next_token, x, captur
 
 def end_step(setup, weights, caches, draft, state, x, captured, counts):
     """`finish_step` of a plain row, and the counts."""
-    out = _forward(setup, weights, caches, x, captured, counts)
+    out = _forward(setup, weights, caches, x, captured, tuple((layer, None) for layer in counts))
     state = stages.finish_step(setup, weights, state.replace(draft=draft), out)
-    return state, stages.stack_layers(counts)
+    counts, _ = stages.stack_layers(out.moe)
+    return state, counts
 
 
 def end_round(setup, weights, caches, draft, state, tree, x, captured, counts):
     """`finish_round`."""
-    out = _forward(setup, weights, caches, x, captured, counts)
+    out = _forward(setup, weights, caches, x, captured, tuple((layer, None) for layer in counts))
     return stages.finish_round(setup, weights, state.replace(draft=draft), tree, out)
 
 

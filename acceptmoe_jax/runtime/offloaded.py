@@ -115,7 +115,7 @@ class OffloadedRunner:
         return self._end(layerwise.end_step, forward, state, state.draft, *forward.run(x))
 
     def round(
-        self, state: DecodeState, phat: jax.Array, selector: SelectorConfig
+        self, state: DecodeState, phat: jax.Array, selector: SelectorConfig, record: bool = False
     ) -> tuple[DecodeState, Round]:
         """See `programs.speculative_round`; pruning sees the residency before a layer's loads."""
         tree, draft, block, x, views = self._begin(

@@ -63,7 +63,8 @@ def autoregressive_step(
     """Appends the last token's row and chooses the next token greedily; the head rests."""
     block = stages.chunk_block(state, state.last_token[None], jnp.int32(1))
     out = forward(setup, weights, state, block, setup.native())
-    return stages.finish_step(setup, weights, state, out), stages.stack_layers(out.moe)
+    counts, _ = stages.stack_layers(out.moe)
+    return stages.finish_step(setup, weights, state, out), counts
 
 
 def speculative_round(
@@ -74,6 +75,7 @@ def speculative_round(
     eligible_override: Bool[Array, "L E"] | None = None,
     *,
     selector: SelectorConfig,
+    record: bool = False,
 ) -> tuple[DecodeState, Round]:
     """Draft a tree, verify it under `selector`, accept, compact, draft-extend.
 
@@ -81,11 +83,12 @@ def speculative_round(
       phat: commitment probability by depth.
       eligible_override: the eligible set of each MoE layer as data, in place of the policy's.
       selector: the policy.
+      record: also return what the routers said.
     """
     tree, state = stages.draft_tree(setup, weights, state)
     with jax.named_scope("verify"):
         block = stages.tree_block(state, tree)
-        out = forward(setup, weights, state, block, selector, phat, eligible_override)
+        out = forward(setup, weights, state, block, selector, phat, eligible_override, record)
     return stages.finish_round(setup, weights, state, tree, out)
 
 
@@ -112,8 +115,12 @@ def forward(
     selector: SelectorConfig,
     phat: Float[Array, "P"] | None = None,
     eligible_override: Bool[Array, "L E"] | None = None,
+    record: bool = False,
 ) -> decoder.Forward:
-    """The target over a block whose rows go behind `state.length`; `moe` holds `LayerCounts`."""
+    """The target over a block whose rows go behind `state.length`.
+
+    Its `moe` holds each MoE layer's counts, and what `record` asks for.
+    """
     use = setup.implementations
     phat = jnp.ones(1) if phat is None else phat
 
@@ -135,7 +142,7 @@ def forward(
             implementation=use.experts,
             interpret=use.interpret,
         )
-        return y, counts
+        return y, (counts, stages.layer_record(logits, chosen) if record else None)
 
     return decoder.Decoder(setup.target, use.attention, use.interpret).apply(
         {"params": weights.target},

@@ -41,10 +41,11 @@ class ResidentRunner:
         return self._run(programs.autoregressive_step, state)
 
     def round(
-        self, state: DecodeState, phat: jax.Array, selector: SelectorConfig
+        self, state: DecodeState, phat: jax.Array, selector: SelectorConfig, record: bool = False
     ) -> tuple[DecodeState, Round]:
         """See `programs.speculative_round`."""
-        return self._run(programs.speculative_round, state, phat, selector=selector)
+        static = {"selector": selector, "record": record}
+        return self._run(programs.speculative_round, state, phat, **static)
 
     def audit(self, state: DecodeState, done: Round) -> tuple[DecodeState, Audit]:
         """See `programs.audit_round`."""

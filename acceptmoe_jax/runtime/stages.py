@@ -22,6 +22,7 @@ from acceptmoe_jax.runtime.state import (
     DecodeState,
     DraftState,
     LayerCounts,
+    LayerRecord,
     Round,
     Setup,
     Weights,
@@ -167,7 +168,7 @@ def finish_round(
 
     Args:
       state: as `draft_tree` returned it.
-      out: of the target over the tree; `moe` holds the layers' counts.
+      out: of the target over the tree; `moe` holds the layers' counts and records.
     """
     start = state.length
     with jax.named_scope("verify"):
@@ -187,7 +188,7 @@ def finish_round(
             accepted.length,
         )
     state = DecodeState(caches, start + accepted.length, accepted.bonus, draft)
-    return state, Round(tree, accepted, start, logits[accepted.rows], stack_layers(out.moe))
+    return state, Round(tree, accepted, start, logits[accepted.rows], *stack_layers(out.moe))
 
 
 def before_round(state: DecodeState, done: Round) -> DecodeState:
@@ -232,9 +233,17 @@ def finish_audit(
     )
 
 
-def stack_layers(counts: tuple[LayerCounts, ...]) -> LayerCounts:
-    """The counts of all layers, `[L]` each."""
-    return jax.tree.map(lambda *layers: jnp.stack(layers), *counts)
+def layer_record(logits: Float[Array, "T E"], chosen: SelectionResult) -> LayerRecord:
+    """What traces hold of a layer."""
+    used = jnp.zeros_like(chosen.eligible).at[chosen.used_ids].set(True, mode="drop")
+    return LayerRecord(logits.astype(jnp.float32), chosen.eligible, used)
+
+
+def stack_layers(
+    layers: tuple[tuple[LayerCounts, LayerRecord | None], ...],
+) -> tuple[LayerCounts, LayerRecord | None]:
+    """What the MoE layers counted and recorded, an axis L in front."""
+    return jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *layers)
 
 
 def unembed(setup: Setup, weights: Weights, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import flax.struct
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from acceptmoe_jax.models import decoder
 from acceptmoe_jax.models.attention import LayerCache, empty_cache
@@ -85,6 +85,15 @@ class LayerCounts:
 
 
 @flax.struct.dataclass
+class LayerRecord:
+    """What a MoE layer's router said and its policy decided; stacked over layers in a `Round`."""
+
+    logits: Float[Array, "T E"]
+    eligible: Bool[Array, "E"]
+    used: Bool[Array, "E"]  # by live picks
+
+
+@flax.struct.dataclass
 class Round:
     """What one verification did."""
 
@@ -93,6 +102,7 @@ class Round:
     start: Int[Array, ""]  # cache row of the root
     logits: Float[Array, "n+1 V"]  # of the accepted rows
     counts: LayerCounts
+    record: LayerRecord | None = None
 
 
 @flax.struct.dataclass
