@@ -186,3 +186,26 @@ def oracle_walk(tree, target_argmax, node=0):
         if tree.parent[child] == node and tree.valid[child] and agrees:
             return [node, *oracle_walk(tree, target_argmax, child)]
     return [node]
+
+
+def random_scores(rng, tree, levels):
+    """Returns the tree with scores as `grow` makes them: none above its parent's, siblings falling.
+
+    They are multiples of 1/4, exact in float32; few `levels` make ties. Invalid nodes have -inf.
+    """
+    score, last_child = [0.0], {}
+    for node in range(1, len(tree.parent)):
+        above = int(tree.parent[node])
+        ceiling = min(score[above], last_child.get(above, 0.0))
+        score.append(ceiling - int(rng.integers(levels)) / 4 if tree.valid[node] else -np.inf)
+        if tree.valid[node]:
+            last_child[above] = score[node]
+    return tree.replace(score=np.asarray(score, np.float32))
+
+
+def oracle_best(tree, count):
+    """Returns the numbers of the root and the best `count - 1` other nodes, ascending."""
+    drafts = [node for node in range(1, len(tree.parent)) if tree.valid[node]]
+    drafts.sort(key=lambda node: (-tree.score[node], node))
+    drafts += [node for node in range(1, len(tree.parent)) if not tree.valid[node]]
+    return [0, *sorted(drafts[: count - 1])]

@@ -1,9 +1,9 @@
-"""The greedy accept walk: which drafts the target agrees with, and what is emitted."""
+"""What one verification emits, and the greedy accept walk: the drafts the target agrees with."""
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from acceptmoe_jax.speculation.tree import DraftTree
 
@@ -28,6 +28,16 @@ class Acceptance:
     bonus: Int[Array, ""]
 
 
+def outcome(
+    path: Int[Array, "n+1"], tokens: Int[Array, "n+1"], on_path: Bool[Array, "n+1"]
+) -> Acceptance:
+    """Returns the outcome of a walk: node `path[i]` emitted `tokens[i]`, while `on_path[i]`."""
+    rows = jnp.where(on_path, path, 0)
+    tokens = jnp.where(on_path, tokens, 0).astype(jnp.int32)
+    length = jnp.sum(on_path, dtype=jnp.int32)
+    return Acceptance(rows=rows, tokens=tokens, length=length, bonus=tokens[length - 1])
+
+
 def accept_greedy(tree: DraftTree, target_argmax: Int[Array, "T"], max_accepted: int) -> Acceptance:
     """Walks from the root to the child that the target itself would emit, until there is none.
 
@@ -50,8 +60,4 @@ def accept_greedy(tree: DraftTree, target_argmax: Int[Array, "T"], max_accepted:
     root = jnp.int32(0)
     _, path = jax.lax.scan(step, root, length=max_accepted - 1)
     path = jnp.concatenate([root[None], path])
-    on_path = path < nowhere
-    rows = jnp.where(on_path, path, 0)
-    tokens = jnp.where(on_path, target_argmax[rows], 0).astype(jnp.int32)
-    length = jnp.sum(on_path, dtype=jnp.int32)
-    return Acceptance(rows=rows, tokens=tokens, length=length, bonus=tokens[length - 1])
+    return outcome(path, jnp.take(target_argmax, path, mode="clip"), path < nowhere)
