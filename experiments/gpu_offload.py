@@ -36,6 +36,7 @@ from acceptmoe_jax.offload.host_store import HostStore
 from acceptmoe_jax.offload.loads import Loads
 from acceptmoe_jax.offload.transfers import with_slots
 from acceptmoe_jax.runtime import abstract, layerwise, stages
+from acceptmoe_jax.runtime.layer_forward import read_told
 from acceptmoe_jax.runtime.offloaded import OffloadedRunner
 from acceptmoe_jax.runtime.random_weights import random_weights
 from acceptmoe_jax.runtime.state import Setup, Weights, empty_state
@@ -232,44 +233,39 @@ class _Layers:
         x = self._x
         for place, layer in enumerate(self._runner.tables):
             record = self._records[index, layer]
-            routed, used = self._route(self._logits[index][place], x, record.resident)
-            np.asarray(used)
+            routed = self._route(self._logits[index][place], x, record.resident)
+            read_told(routed.told)
             x = None
             for part, bank in zip(record.parts, self._banks[index, layer], strict=True):
-                x = self._experts(x, routed, part.experts, bank, part.last)
+                x = self._experts(x, routed, bank, part.last)
         jax.block_until_ready(x)
 
     def _verify(self, index: int, begins: Callable, computes: Callable) -> None:
         x = self._x
         for place, (layer, table) in enumerate(self._runner.tables.items()):
             resident = table.resident
-            routed, used = self._route(self._logits[index][place], x, resident)
-            used = np.asarray(used)
-            experts = used[: used[-1]].tolist()
+            routed = self._route(self._logits[index][place], x, resident)
+            told = read_told(routed.told)
+            experts = told[: told[-1]].tolist()
             begins(layer, resident, experts)
             x = None
 
             def compute(part: Sequence[int], bank: ExpertBank, *, last: bool) -> None:
                 nonlocal x
                 computes(layer, part, last)
-                x = self._experts(x, routed, part, bank, last)
+                x = self._experts(x, routed, bank, last)
 
             self._runner.load(layer, experts, compute)
         jax.block_until_ready(x)
 
-    def _experts(self, picks, routed, experts: Sequence[int], bank: ExpertBank, last: bool):
-        num_experts = len(bank.slot_of)
-        wave = np.full(num_experts + 1, num_experts, np.int32)
-        wave[: len(experts)] = experts
-        wave[-1] = len(experts)
+    def _experts(self, picked, routed, bank: ExpertBank, last: bool):
         return self._runner.compiled.run(
-            (last, picks is None),
+            (last, picked is None),
             functools.partial(layerwise.run_experts, self._runner.setup, last),
-            picks,
+            picked,
             routed,
             bank,
-            wave,
-            donate=() if last or picks is None else (0,),
+            donate=() if last or picked is None else (0,),
         )
 
 
@@ -286,6 +282,4 @@ def _route(
     chosen, counts = stages.choose_experts(setup, selector, block, phat, logits, resident)
     wide = x.astype(jnp.float32)
     h = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True))
-    used = jnp.append(chosen.used_ids, chosen.used_count)
-    routed = layerwise.Routed(x, h.astype(x.dtype), chosen.expert_ids, chosen.weights, counts)
-    return routed, used
+    return layerwise.Routed.of(x, h.astype(x.dtype), chosen, counts)

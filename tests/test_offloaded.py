@@ -305,9 +305,50 @@ def test_no_more_is_staged_than_two_groups(monkeypatch):
 def test_a_slot_pool_holds_its_slots_and_no_more():
     runner = offloaded(slots=7)
     layout = _store(QWEN3_MOE).layout
-    for pool in runner._pools.values():
+    for pool in runner.pools.values():
         sizes = [leaf.nbytes for leaf in (pool.gate, pool.up, pool.down)]
         assert sum(sizes) == 7 * layout.nbytes
+
+
+def test_device_memory_stays_within_slots_caches_and_two_staged_groups(monkeypatch):
+    """Live arrays, at every stage and flush and after every round; weights were there before."""
+    store = _store(QWEN3_MOE)
+    there = jax.live_arrays()  # held, so that no other array gets one of their ids
+    known = set(map(id, there))
+    runner = offloaded(slots=7)
+    layout, layers = store.layout, len(store.layers)
+    experts = (7 * layers + GROUP) * layout.nbytes  # slots, and the stream's buffer
+
+    def on_device() -> int:
+        return sum(
+            array.nbytes
+            for array in jax.live_arrays()
+            if id(array) not in known and array.sharding.memory_kind == "device"
+        )
+
+    assert experts <= on_device() < experts + 1000  # each pool knows its slots
+    during = []
+    for name in ("stage", "flush"):
+        real = getattr(runner.transfers, name)
+
+        def measured(*args, real=real):
+            result = real(*args)
+            during.append(on_device())
+            return result
+
+        monkeypatch.setattr(runner.transfers, name, measured)
+    runner.begin_request()
+    state = prefill(runner)
+    caches = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    after = []
+    for _ in range(3):
+        state, done = runner.round(state, PHAT, NATIVE)
+        after.append(on_device())
+    kept = experts + caches + sum(leaf.nbytes for leaf in jax.tree.leaves(done))
+    activations = 16_000  # picks of a prompt's 32 rows, and some rows
+    assert activations < len(store.layers[0]) * layout.nbytes / 4
+    assert max(during) <= kept + 2 * GROUP * layout.nbytes + activations
+    assert max(after) <= kept + 2000
 
 
 @pytest.mark.slow

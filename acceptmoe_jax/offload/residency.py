@@ -155,7 +155,8 @@ class ResidencyTable:
         misses = tuple(e for e in experts if slot_of[e] == absent)
         room = size - len(hits)
         rest = range(room, len(misses), size)
-        return (Wave(hits, misses[:room]), *(Wave((), misses[i : i + size]) for i in rest))
+        self._planned = Wave(hits, misses[:room])
+        return (self._planned, *(Wave((), misses[i : i + size]) for i in rest))
 
     def begin(self, wave: Wave) -> tuple[int, ...]:
         """Claims slots for the wave's loads, free ones first, and pins all its experts.
@@ -172,16 +173,17 @@ class ResidencyTable:
         if self._wave is not None:
             raise RuntimeError("a wave is in progress: end or abort it first")
         experts = wave.experts
-        if self.plan(experts) != (wave,):
+        if wave is not self._planned and self.plan(experts) != (wave,):
             raise RuntimeError("the wave was planned for another residency: plan again")
-        slots = [slot for slot, owner in enumerate(self._owner) if owner is None]
-        slots = slots[: len(wave.loads)]
-        needed = set(experts)
-        evictable = (e for e in self._policy.order() if e not in needed)
-        for victim in itertools.islice(evictable, len(wave.loads) - len(slots)):
-            slots.append(self._slot_of[victim])
-            self._slot_of[victim] = self._absent
-            self._policy.forget(victim)
+        self._planned = None
+        slots = self._free_slots(len(wave.loads))
+        if len(slots) < len(wave.loads):
+            needed = set(experts)
+            evictable = (e for e in self._policy.order() if e not in needed)
+            for victim in itertools.islice(evictable, len(wave.loads) - len(slots)):
+                slots.append(self._slot_of[victim])
+                self._slot_of[victim] = self._absent
+                self._policy.forget(victim)
         for expert, slot in zip(wave.loads, slots):
             self._own(slot, expert)
         for expert in experts:
@@ -297,6 +299,12 @@ class ResidencyTable:
             return SlotState.FREE
         return SlotState.RESIDENT if self._slot_of[owner] == slot else SlotState.LOADING
 
+    def _free_slots(self, most: int) -> list[int]:
+        if not most or None not in self._owner:
+            return []
+        free = [slot for slot, owner in enumerate(self._owner) if owner is None]
+        return free[:most]
+
     def _own(self, slot: int, expert: int | None) -> None:
         self._owner[slot] = expert
         self._generation[slot] += 1
@@ -305,11 +313,12 @@ class ResidencyTable:
         self._slot_of = [self._absent] * self.num_experts  # a slot from `finish_loads` on
         self._policy = self._new_policy()
         self._wave: Wave | None = None
+        self._planned: Wave | None = None  # the first of the last plan, while that holds
         self._load_slots: tuple[int, ...] = ()
         self._loaded = False
 
     def _require_in_progress(self, wave: Wave) -> None:
-        if self._wave != wave:
+        if wave is not self._wave and wave != self._wave:
             raise RuntimeError("this wave is not in progress: begin it first")
 
 

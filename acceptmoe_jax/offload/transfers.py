@@ -322,6 +322,7 @@ def _scatter(
     return _bank(layout, leaves, slot_of)
 
 
+@functools.cache
 def _device() -> jax.sharding.Sharding:
     # With its memory named: from pinned memory a device alone is no destination.
     return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="device")

@@ -33,7 +33,14 @@ class CompiledPrograms:
         program = self._programs.get(key)
         if program is None:
             begin = time.perf_counter()
-            program = jax.jit(function, donate_argnums=donate).lower(*args).compile()
+            program = self.compile(key, function, args, donate)
             self._programs[key] = program
             self.seconds += time.perf_counter() - begin
         return program(*args)
+
+    def compile(
+        self, key: Hashable, function: Callable[..., Any], args: tuple, donate: tuple[int, ...]
+    ) -> Callable[..., Any]:
+        """The program that `run` keeps under `key`."""
+        del key
+        return jax.jit(function, donate_argnums=donate).lower(*args).compile()

@@ -16,7 +16,7 @@ from acceptmoe_jax.models.decoder import DecoderLayer, LayerView
 from acceptmoe_jax.runtime import stages
 from acceptmoe_jax.runtime.stages import Block
 from acceptmoe_jax.runtime.state import DecodeState, LayerCounts, Setup, Weights
-from acceptmoe_jax.selection import SelectorConfig
+from acceptmoe_jax.selection import SelectionResult, SelectorConfig
 from pallas_kernels.masked_expert_gemm import ExpertBank, combine, expert_picks
 
 
@@ -28,14 +28,35 @@ class Routed:
       x: with the attention added.
       h: what the experts read.
       expert_ids, weights: of each pick; the weight of one that is not live is 0.
-      counts: set sizes.
+      told: what the host reads, in one array, for an array costs both sides some microseconds:
+        the used experts, ascending and padded with E; then `LayerCounts`, `used` the last.
     """
 
     x: Float[Array, "T D"]
     h: Float[Array, "T D"]
     expert_ids: Int[Array, "T k"]
     weights: Float[Array, "T k"]
-    counts: LayerCounts
+    told: Int[Array, "E+3"]
+
+    @classmethod
+    def of(cls, x, h, chosen: SelectionResult, counts: LayerCounts) -> "Routed":
+        """With what a selection chose."""
+        sizes = jnp.stack([counts.natural_union, counts.eligible, counts.used])
+        told = jnp.concatenate([chosen.used_ids, sizes])
+        return cls(x, h, chosen.expert_ids, chosen.weights, told)
+
+
+@flax.struct.dataclass
+class Picked:
+    """A MoE layer between two parts of its experts.
+
+    Attributes:
+      picks_TkD: outputs of the picks so far.
+      due_E: used experts that are not computed yet.
+    """
+
+    picks_TkD: Float[Array, "T k D"]
+    due_E: Bool[Array, "E"]
 
 
 def _begin(
@@ -73,6 +94,7 @@ def route(
     setup: Setup,
     layer: int,
     selector: SelectorConfig,
+    slots: int,
     params: dict,
     cache: LayerCache,
     x: Float[Array, "T D"],
@@ -80,25 +102,24 @@ def route(
     view: LayerView,
     start: Int[Array, ""],
     phat: Float[Array, "P"],
-    resident: Bool[Array, "E"],
-) -> tuple[LayerCache, Routed, Int[Array, "E+1"]]:
+    slot_of: Int[Array, "E"],
+) -> tuple[LayerCache, Routed]:
     """Attention, router and selection.
 
     Args:
       layer: any of the layer's kind.
-      resident: before this layer's loads.
+      slot_of: of the layer's slots before its loads; an absent expert has the slot `slots`.
 
     Returns:
-      The cache, what the experts need, and for the host the used experts, padded, and their count.
+      The cache, and what the experts need.
     """
     use = setup.implementations
     model = DecoderLayer(setup.target, layer, use.attention, use.interpret)
     x, h, logits, cache = model.apply(
         {"params": params}, x, block.positions, view, cache, start, method="route"
     )
-    chosen, counts = stages.choose_experts(setup, selector, block, phat, logits, resident)
-    used = jnp.append(chosen.used_ids, chosen.used_count)
-    return cache, Routed(x, h, chosen.expert_ids, chosen.weights, counts), used
+    chosen, counts = stages.choose_experts(setup, selector, block, phat, logits, slot_of < slots)
+    return cache, Routed.of(x, h, chosen, counts)
 
 
 def run_dense(setup, layer, params, cache, x, block, view, start):
@@ -114,41 +135,42 @@ def run_dense(setup, layer, params, cache, x, block, view, start):
 def run_experts(
     setup: Setup,
     last: bool,
-    picks_TkD: Float[Array, "T k D"] | None,
+    picked: Picked | None,
     routed: Routed,
     bank: ExpertBank,
-    wave: Int[Array, "E+1"],
-) -> Float[Array, "..."]:
-    """Computes the picks of a wave's experts, and after the last wave the layer's output.
+) -> Picked | Float[Array, "T D"]:
+    """Computes the picks of what is in a bank and due, and after the last bank the layer's output.
 
     Args:
-      last: whether no wave follows.
-      picks_TkD: of earlier waves; None for the first.
-      bank: holds the wave's experts.
-      wave: they, ascending and padded with E, and their count.
-
-    Returns:
-      The picks so far, or `[T, D]`.
+      last: whether no bank follows.
+      picked: by earlier banks; None for the first.
+      bank: holds some of the used experts. Of a layer's banks each used expert is in one at least.
     """
-    wave_ids, count = wave[:-1], wave[-1]
     use = setup.implementations
-    in_wave_E = jnp.zeros(len(bank.slot_of), bool).at[wave_ids].set(True, mode="drop")
-    mine_Tk = in_wave_E[routed.expert_ids] & (routed.weights != 0)
+    experts = jnp.arange(len(bank.slot_of))
+    if picked is None:
+        used_ids = routed.told[: len(experts)]
+        due_E = jnp.zeros(len(experts), bool).at[used_ids].set(True, mode="drop")
+    else:
+        due_E = picked.due_E
+    now_E = due_E & (bank.slot_of < bank.num_slots)
+    now_ids = jnp.sort(jnp.where(now_E, experts, len(experts)))
+    mine_Tk = now_E[routed.expert_ids] & (routed.weights != 0)
     new = expert_picks(
         routed.h,
         bank,
         routed.expert_ids,
         jnp.where(mine_Tk, routed.weights, 0),
-        wave_ids,
-        count,
+        now_ids,
+        jnp.sum(now_E, dtype=jnp.int32),
         activation=setup.target.activation,
         implementation=use.experts,
         interpret=use.interpret,
     )
-    old = jnp.zeros((), new.dtype) if picks_TkD is None else picks_TkD
+    old = jnp.zeros((), new.dtype) if picked is None else picked.picks_TkD
     picks_TkD = jnp.where(mine_Tk[..., None], new, old)
     if not last:
-        return picks_TkD
+        return Picked(picks_TkD, due_E & ~now_E)
     return routed.x + combine(picks_TkD, routed.weights).astype(routed.x.dtype)
 
 
@@ -158,17 +180,17 @@ def end_chunk(setup, weights, caches, draft, state, block, next_token, x, captur
     return stages.finish_prefill(setup, weights, state.replace(draft=draft), block, next_token, out)
 
 
-def end_step(setup, weights, caches, draft, state, x, captured, counts):
+def end_step(setup, weights, caches, draft, state, x, captured, told):
     """`finish_step` of a plain row, and the counts."""
-    out = _forward(setup, weights, caches, x, captured, tuple((layer, None) for layer in counts))
+    out = _forward(setup, weights, caches, x, captured, tuple(map(_counts, told)))
     state = stages.finish_step(setup, weights, state.replace(draft=draft), out)
     counts, _ = stages.stack_layers(out.moe)
     return state, counts
 
 
-def end_round(setup, weights, caches, draft, state, tree, x, captured, counts):
+def end_round(setup, weights, caches, draft, state, tree, x, captured, told):
     """`finish_round`."""
-    out = _forward(setup, weights, caches, x, captured, tuple((layer, None) for layer in counts))
+    out = _forward(setup, weights, caches, x, captured, tuple(map(_counts, told)))
     return stages.finish_round(setup, weights, state.replace(draft=draft), tree, out)
 
 
@@ -176,6 +198,11 @@ def end_audit(setup, weights, caches, draft, state, done, saved, x, captured):
     """`finish_audit`."""
     out = _forward(setup, weights, caches, x, captured, ())
     return stages.finish_audit(setup, weights, state.replace(draft=draft), done, saved, out)
+
+
+def _counts(told: Int[Array, "E+3"]) -> tuple[LayerCounts, None]:
+    """As `stages.stack_layers` takes them; nothing is recorded here."""
+    return LayerCounts(*told[-3:]), None
 
 
 def _forward(setup, weights, caches, x, captured, counts) -> decoder.Forward:

@@ -26,9 +26,11 @@ from acceptmoe_jax.offload.transfers import (
     Transfers,
     empty_pool,
     is_consumed,
+    with_slots,
 )
 from acceptmoe_jax.runtime import layerwise, stages
 from acceptmoe_jax.runtime.compiled import CompiledPrograms
+from acceptmoe_jax.runtime.layer_forward import LayerForward
 from acceptmoe_jax.runtime.state import Audit, DecodeState, LayerCounts, Round, Setup, Weights
 from acceptmoe_jax.selection import SelectorConfig
 from pallas_kernels.masked_expert_gemm import ExpertBank
@@ -66,14 +68,15 @@ class OffloadedRunner:
             layer: ResidencyTable(setup.target.num_experts, config.slots, policy)
             for layer in store.layers
         }
-        self._pools = {layer: self._empty_pool(config.slots) for layer in store.layers}
+        # Addressed by their tables: from a pool, selection knows the residency.
+        self.pools = {layer: self._empty_pool(config.slots) for layer in store.layers}
         self._stream = self._empty_pool(GROUP)
         self._streamed = Traffic()
         layers = range(setup.target.num_layers)
         self.layers = [weights.target[f"layers_{layer}"] for layer in layers]
         ends = {k: v for k, v in weights.target.items() if not k.startswith("layers_")}
         self._ends = weights.replace(target=ends, banks=())
-        for pool in (self._stream, next(iter(self._pools.values()))):
+        for pool in (self._stream, next(iter(self.pools.values()))):
             self.transfers.compile(pool)
 
     @property
@@ -83,26 +86,28 @@ class OffloadedRunner:
         return Loads(table, self.transfers.traffic - self._streamed, self._streamed)
 
     def begin_request(self) -> None:
-        """Empties every table unless they are to be kept; mends what a failed transfer consumed."""
+        """Empties every table unless they are to be kept; mends what a failed transfer left."""
         for layer, table in self.tables.items():
             if not self.config.keep_residency:
                 table.reset()
-            if is_consumed(self._pools[layer]):
+            if is_consumed(self.pools[layer]):
                 residents = {
                     at: self.store.layers[layer][slot.expert]
                     for at, slot in enumerate(table.slots)
                     if slot.expert is not None
                 }
-                self._pools[layer] = self.transfers.rebuild(
+                self.pools[layer] = self.transfers.rebuild(
                     table.num_slots, residents, table.slot_of
                 )
+            else:
+                self.pools[layer] = with_slots(self.pools[layer], table.slot_of)
         if is_consumed(self._stream):
             self._stream = self._empty_pool(GROUP)
 
     def prefill(self, state: DecodeState, tokens, count, next_token) -> DecodeState:
         """See `programs.prefill_chunk`; streams."""
         block, x, views = self._begin(layerwise.begin_chunk, _without_draft(state), tokens, count)
-        forward = _Forward(self, state, block, views, self.setup.native(), streams=True)
+        forward = LayerForward(self, state, block, views, self.setup.native(), streams=True)
         x, captured, _ = forward.run(x)
         args = (block, next_token, x, captured)
         return self._end(layerwise.end_chunk, forward, state, state.draft, *args)
@@ -111,7 +116,7 @@ class OffloadedRunner:
         """See `programs.autoregressive_step`."""
         row = (state.last_token[None], jnp.int32(1))
         block, x, views = self._begin(layerwise.begin_chunk, _without_draft(state), *row)
-        forward = _Forward(self, state, block, views, self.setup.native())
+        forward = LayerForward(self, state, block, views, self.setup.native())
         return self._end(layerwise.end_step, forward, state, state.draft, *forward.run(x))
 
     def round(
@@ -121,7 +126,7 @@ class OffloadedRunner:
         tree, draft, block, x, views = self._begin(
             layerwise.begin_round, state.draft, _without_draft(state), donate=(1,)
         )
-        forward = _Forward(self, state, block, views, selector, phat=phat)
+        forward = LayerForward(self, state, block, views, selector, phat=phat)
         return self._end(layerwise.end_round, forward, state, draft, tree, *forward.run(x))
 
     def audit(self, state: DecodeState, done: Round) -> tuple[DecodeState, Audit]:
@@ -131,7 +136,7 @@ class OffloadedRunner:
             layerwise.begin_audit, _without_draft(state), done.tree, done.start
         )
         before = stages.before_round(state, done)
-        forward = _Forward(self, before, block, views, self.setup.native(), streams=True)
+        forward = LayerForward(self, before, block, views, self.setup.native(), streams=True)
         x, captured, _ = forward.run(x)
         args = (done, saved, x, captured)
         return self._end(layerwise.end_audit, forward, state, state.draft, *args)
@@ -151,7 +156,7 @@ class OffloadedRunner:
         groups = [absent[at : at + GROUP] for at in range(0, len(absent), GROUP)]
         loads = _Pipeline(self, layer, groups)
         if resident or not absent:
-            compute(resident, self._pools[layer], last=not absent)
+            compute(resident, self.pools[layer], last=not absent)
         for at, group in enumerate(groups):
             slot_of = np.full(len(slot_of), GROUP, np.int32)
             slot_of[group] = np.arange(len(group))
@@ -167,21 +172,22 @@ class OffloadedRunner:
             wave.loads[at : at + GROUP] for wave in waves for at in range(0, len(wave.loads), GROUP)
         ]
         if not waves:  # every pick was dropped
-            compute((), self._pools[layer], last=True)
+            compute((), self.pools[layer], last=True)
         loads = _Pipeline(self, layer, groups)
         for wave in waves:
             slots = table.begin(wave)
             last = wave is waves[-1]
             try:
                 if wave.hits:
-                    compute(wave.hits, self._pools[layer], last=last and not wave.loads)
+                    compute(wave.hits, self.pools[layer], last=last and not wave.loads)
                 table.finish_loads(wave)
                 if wave.loads:
+                    slot_of = table.slot_of
                     for at in range(0, len(slots), GROUP):
-                        self._pools[layer] = loads.flush(
-                            self._pools[layer], slots[at : at + GROUP], table.slot_of
+                        self.pools[layer] = loads.flush(
+                            self.pools[layer], slots[at : at + GROUP], slot_of
                         )
-                    compute(wave.loads, self._pools[layer], last=last)
+                    compute(wave.loads, self.pools[layer], last=last)
             except BaseException:
                 table.abort(wave)
                 raise
@@ -193,7 +199,7 @@ class OffloadedRunner:
     def _begin(self, function, *args, donate: tuple[int, ...] = ()) -> Any:
         return self._program(function, self._ends, *args, donate=donate)
 
-    def _end(self, function, forward: "_Forward", state: DecodeState, draft, *args) -> Any:
+    def _end(self, function, forward: LayerForward, state: DecodeState, draft, *args) -> Any:
         """What follows the last layer consumes the caches and what the head carries."""
         rest = state.replace(caches=(), draft=None)
         caches = tuple(forward.caches)
@@ -223,86 +229,6 @@ class _Pipeline:
     def _stage(self) -> Staged | None:
         records = next(self._records, None)
         return None if records is None else self._transfers.stage(records)
-
-
-class _Forward:
-    """One pass of the target over a block, layer by layer."""
-
-    def __init__(self, runner, state, block, views, selector, *, phat=None, streams=False):
-        self.runner = runner
-        self.caches = list(state.caches)
-        self._start = state.length
-        self._block = block
-        self._views = dict(zip(runner.setup.target.windows, views))
-        self._selector = selector
-        self._phat = jnp.ones(1) if phat is None else phat
-        self._streams = streams
-        self._shape = (len(block.tokens), state.caches[0].k.shape[0])  # T, S
-
-    def run(self, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[LayerCounts, ...]]:
-        """The last layer's output, those of the captured layers, and the counts."""
-        setup = self.runner.setup
-        captured, counts = [], []
-        for layer in range(setup.target.num_layers):
-            if layer in setup.target.dense_layers:
-                x = self._layer(layerwise.run_dense, layer, x)
-            else:
-                routed, used = self._layer(layerwise.route, layer, x)
-                counts.append(routed.counts)
-                x = self._experts(layer, routed, np.asarray(used))
-            if layer in setup.capture:
-                captured.append(x)
-        return x, tuple(captured), tuple(counts)
-
-    def _layer(self, function, layer, x):
-        """A layer's first half, or all of a dense one; takes and puts back its cache."""
-        runner, target = self.runner, self.runner.setup.target
-        window = target.window(layer)
-        args = (self._block, self._views[window], self._start)
-        static = (runner.setup, layer)
-        if function is layerwise.route:
-            static += (self._selector,)
-            args += (self._phat, runner.tables[layer].resident)
-        key = (function, window, *static[2:], *self._shape, self._phat.shape)
-        params = runner.layers[layer]
-        self.caches[layer], *results = runner.compiled.run(
-            key,
-            functools.partial(function, *static),
-            params,
-            self.caches[layer],
-            x,
-            *args,
-            donate=(1,),
-        )
-        return results[0] if len(results) == 1 else results
-
-    def _experts(self, layer: int, routed: layerwise.Routed, used: np.ndarray) -> jax.Array:
-        """The layer's output."""
-        runner = self.runner
-        experts = used[: used[-1]].tolist()
-        result = None
-
-        def compute(part: Sequence[int], bank: ExpertBank, *, last: bool) -> None:
-            nonlocal result
-            wave = np.full(len(used), len(used) - 1, np.int32)
-            wave[: len(part)] = part
-            wave[-1] = len(part)
-            key = (layerwise.run_experts, last, result is None, len(bank.slot_of), *self._shape)
-            result = runner.compiled.run(
-                (*key, bank.num_slots),
-                functools.partial(layerwise.run_experts, runner.setup, last),
-                result,
-                routed,
-                bank,
-                wave,
-                donate=() if last or result is None else (0,),
-            )
-
-        if self._streams:
-            runner.stream(layer, experts, compute)
-        else:
-            runner.load(layer, experts, compute)
-        return result
 
 
 def _without_draft(state: DecodeState) -> DecodeState:
