@@ -15,8 +15,9 @@ from acceptmoe_jax.models.attention import LayerCache
 from acceptmoe_jax.models.decoder import DecoderLayer, LayerView
 from acceptmoe_jax.runtime import stages
 from acceptmoe_jax.runtime.stages import Block
-from acceptmoe_jax.runtime.state import DecodeState, LayerCounts, Setup, Weights
-from acceptmoe_jax.selection import SelectorConfig
+from acceptmoe_jax.runtime.state import DecodeState, LayerCounts, LayerRecord, Setup, Weights
+from acceptmoe_jax.selection import Commitment, SelectorConfig
+from acceptmoe_jax.speculation import keep_best
 from pallas_kernels.masked_expert_gemm import ExpertBank, combine, expert_picks
 
 
@@ -28,14 +29,14 @@ class Routed:
       x: with the attention added.
       h: what the experts read.
       expert_ids, weights: of each pick; the weight of one that is not live is 0.
-      counts: set sizes.
+      info: set sizes, and what is recorded.
     """
 
     x: Float[Array, "T D"]
     h: Float[Array, "T D"]
     expert_ids: Int[Array, "T k"]
     weights: Float[Array, "T k"]
-    counts: LayerCounts
+    info: tuple[LayerCounts, LayerRecord | None]
 
 
 def _begin(
@@ -55,11 +56,18 @@ def begin_chunk(setup, weights, state, tokens, count):
     return block, *_begin(setup, weights, state, block)
 
 
-def begin_round(setup, weights, draft, state):
-    """(tree, draft with the tree's rows in its cache, block, *`_begin`) of a round."""
+def draft(setup, weights, draft, state):
+    """(draft with the tree's rows in its cache, tree) of a round."""
     tree, state = stages.draft_tree(setup, weights, state.replace(draft=draft))
+    return state.draft, tree
+
+
+def begin_round(setup, nodes, weights, state, tree):
+    """(tree, block, *`_begin`) of a round that verifies `nodes` rows of the tree, or all."""
+    if nodes is not None:
+        tree = keep_best(tree, nodes)
     block = stages.tree_block(state, tree)
-    return tree, state.draft, block, *_begin(setup, weights, state, block)
+    return tree, block, *_begin(setup, weights, state, block)
 
 
 def begin_audit(setup, weights, state, tree, start):
@@ -73,19 +81,21 @@ def route(
     setup: Setup,
     layer: int,
     selector: SelectorConfig,
+    record: bool,
     params: dict,
     cache: LayerCache,
     x: Float[Array, "T D"],
     block: Block,
     view: LayerView,
     start: Int[Array, ""],
-    phat: Float[Array, "P"],
+    commitment: Commitment,
     resident: Bool[Array, "E"],
 ) -> tuple[LayerCache, Routed, Int[Array, "E+1"]]:
     """Attention, router and selection.
 
     Args:
       layer: any of the layer's kind.
+      record: also keep what the router said.
       resident: before this layer's loads.
 
     Returns:
@@ -96,9 +106,10 @@ def route(
     x, h, logits, cache = model.apply(
         {"params": params}, x, block.positions, view, cache, start, method="route"
     )
-    chosen, counts = stages.choose_experts(setup, selector, block, phat, logits, resident)
+    chosen, counts = stages.choose_experts(setup, selector, block, commitment, logits, resident)
     used = jnp.append(chosen.used_ids, chosen.used_count)
-    return cache, Routed(x, h, chosen.expert_ids, chosen.weights, counts), used
+    info = (counts, stages.layer_record(logits, chosen) if record else None)
+    return cache, Routed(x, h, chosen.expert_ids, chosen.weights, info), used
 
 
 def run_dense(setup, layer, params, cache, x, block, view, start):
@@ -152,32 +163,34 @@ def run_experts(
     return routed.x + combine(picks_TkD, routed.weights).astype(routed.x.dtype)
 
 
-def end_chunk(setup, weights, caches, draft, state, block, next_token, x, captured):
+def end_chunk(setup, sampling, weights, caches, draft, state, block, next_token, x, captured):
     """`finish_prefill` of a chunk."""
     out = _forward(setup, weights, caches, x, captured, ())
-    return stages.finish_prefill(setup, weights, state.replace(draft=draft), block, next_token, out)
+    state = state.replace(draft=draft)
+    return stages.finish_prefill(setup, weights, state, block, next_token, out, sampling)
 
 
-def end_step(setup, weights, caches, draft, state, x, captured, counts):
+def end_step(setup, sampling, weights, caches, draft, state, x, captured, infos):
     """`finish_step` of a plain row, and the counts."""
-    out = _forward(setup, weights, caches, x, captured, tuple((layer, None) for layer in counts))
-    state = stages.finish_step(setup, weights, state.replace(draft=draft), out)
-    counts, _ = stages.stack_layers(out.moe)
+    out = _forward(setup, weights, caches, x, captured, infos)
+    state = stages.finish_step(setup, weights, state.replace(draft=draft), out, sampling)
+    counts, _ = stages.stack_layers(infos)
     return state, counts
 
 
-def end_round(setup, weights, caches, draft, state, tree, x, captured, counts):
+def end_round(setup, sampling, weights, caches, draft, state, tree, x, captured, infos):
     """`finish_round`."""
-    out = _forward(setup, weights, caches, x, captured, tuple((layer, None) for layer in counts))
-    return stages.finish_round(setup, weights, state.replace(draft=draft), tree, out)
+    out = _forward(setup, weights, caches, x, captured, infos)
+    return stages.finish_round(setup, weights, state.replace(draft=draft), tree, out, sampling)
 
 
-def end_audit(setup, weights, caches, draft, state, done, saved, x, captured):
+def end_audit(setup, sampling, weights, caches, draft, state, done, saved, x, captured):
     """`finish_audit`."""
     out = _forward(setup, weights, caches, x, captured, ())
-    return stages.finish_audit(setup, weights, state.replace(draft=draft), done, saved, out)
+    state = state.replace(draft=draft)
+    return stages.finish_audit(setup, weights, state, done, saved, out, sampling)
 
 
-def _forward(setup, weights, caches, x, captured, counts) -> decoder.Forward:
+def _forward(setup, weights, caches, x, captured, infos) -> decoder.Forward:
     model = decoder.Decoder(setup.target)
-    return model.apply({"params": weights.target}, x, captured, caches, counts, method="finish")
+    return model.apply({"params": weights.target}, x, captured, caches, infos, method="finish")
