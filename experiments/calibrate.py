@@ -15,6 +15,7 @@ the generated pocket tasks.
 import pathlib
 import random
 
+import numpy as np
 from absl import flags
 
 from acceptmoe_jax import reporting
@@ -22,7 +23,8 @@ from acceptmoe_jax.errors import UserError
 from acceptmoe_jax.pocket import families
 from acceptmoe_jax.prompts import read_prompts
 from acceptmoe_jax.runtime.engine import COMMITMENT_FILE
-from acceptmoe_jax.selection import CommitmentTable
+from acceptmoe_jax.runtime.verification import Verification
+from acceptmoe_jax.selection import CommitmentTable, PathTable, fit_path_commitment
 from experiments import engine_flags
 
 _PROMPTS = flags.DEFINE_string("prompts", None, "A JSONL file of training prompts.")
@@ -38,6 +40,7 @@ _OUTPUT = flags.DEFINE_string(
 def main() -> None:
     prompts, data = _training_prompts()
     engine = engine_flags.load_engine(use_commitment=False)
+    nodes = _Nodes()
     with reporting.progress() as bar:
         task = bar.add_task("calibrate", total=len(prompts))
         generations = engine.generate(
@@ -46,6 +49,7 @@ def main() -> None:
             max_new_tokens=engine_flags.MAX_NEW_TOKENS.value,
             **engine_flags.chat_options(),
             on_tokens=lambda index, _: bar.update(task, completed=index),
+            observe=nodes.add,
         )
     statistics = [generation.statistics for generation in generations]
     target_hash, head_hash = engine.model.hashes
@@ -61,6 +65,7 @@ def main() -> None:
         data=data,
         seed=_SEED.value,
         per_node=_PER_NODE.value,
+        path=nodes.fit(engine.model.setup.tree.steps),
     )
     output = pathlib.Path(_OUTPUT.value or engine.model.head.directory / COMMITMENT_FILE)
     table.save(output)
@@ -75,6 +80,22 @@ def main() -> None:
     formats = {"depth": "d", "reach": "d", "nodes": "d", "phat": ".4f"}
     reporting.print_table(title, rows, formats)
     print(f"Written: {output}")
+
+
+class _Nodes:
+    """Every node that was verified: how likely the draft found it, and what became of it."""
+
+    def __init__(self):
+        self._seen: list[tuple[np.ndarray, ...]] = []
+
+    def add(self, index: int, verification: Verification) -> None:
+        del index
+        of_node = (verification.depth, verification.score, verification.committed)
+        self._seen.append(tuple(leaf[verification.valid] for leaf in of_node))
+
+    def fit(self, steps: int) -> PathTable:
+        """The rate of commitment by depth and path score."""
+        return fit_path_commitment(*map(np.concatenate, zip(*self._seen)), depths=steps + 1)
 
 
 def _training_prompts() -> tuple[list, str]:

@@ -53,6 +53,9 @@ _KEEP_RESIDENCY = flags.DEFINE_bool(
     False,
     "With --expert_slots: a prompt begins with the experts that the one before left.",
 )
+_PER_NODE = flags.DEFINE_bool(
+    "per_node_phat", False, "Commitment probabilities of a node, not of a depth's position."
+)
 _NODES = flags.DEFINE_integer("draft_nodes", 64, "Nodes of the draft tree, the root counted.")
 
 
@@ -66,7 +69,7 @@ def load_engine(
     Args:
       default_slot_share: the share of a layer's experts that --expert_slots is by default.
     """
-    return Engine.from_pretrained(
+    engine = Engine.from_pretrained(
         TARGET.value,
         DRAFT.value,
         commitment=commitment,
@@ -77,6 +80,9 @@ def load_engine(
         kernels=_KERNELS.value,
         offload=_offload_config(default_slot_share),
     )
+    if _PER_NODE.value and engine.commitment is not None:
+        engine.commitment = engine.commitment.with_per_node(True)
+    return engine
 
 
 def _offload_config(default_share: float | None) -> OffloadConfig | None:

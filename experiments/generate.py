@@ -6,7 +6,12 @@
         --prompts=checkpoints/demo_prompts.jsonl --max_new_tokens=64 --output_dir=runs/demo
 
 `native` is Standard SD: the draft tree is verified with the model's own routing. The other
-policies restrict the verifier's experts and are lossy, so quality stands beside every speed.
+policies restrict the verifier's experts and are lossy, so quality stands beside every speed:
+--audit_every=N compares every Nth verification with native routing, and with --max_disagreement=P a
+method whose audited tokens differ more often than that goes on natively. `evict` cuts draft trees
+instead, to the length that pays on this device, and is lossless. --temperature, --top_k, --top_p
+and --seed draw tokens; --batch_size decodes several prompts at a time; --uniform_weights,
+--noanchor, --size_rule and the like take AcceptMoE apart.
 
 Prints a few answers and the tables, and writes `summary.json` and `generations.jsonl`. A prompts
 file holds a JSON object a line, with `prompt` (text) or `messages` (a chat), and an optional
@@ -44,6 +49,7 @@ _MEASURED = {
     "tokens": "d",
     "tokens_per_second": ".1f",
     "accepted_length": ".2f",
+    "verified_nodes": ".1f",
     "natural_union": ".1f",
     "eligible": ".1f",
     "used": ".1f",
@@ -109,6 +115,7 @@ def _write(engine, prompts, generations, summaries) -> None:
         "target": engine_flags.TARGET.value,
         "draft": engine_flags.DRAFT.value,
         "versions": reporting.versions(),
+        "settings": method_flags.settings(),
     } | engine_flags.offload_facts(engine)
     write_json(output / "summary.json", summary)
 
@@ -143,7 +150,7 @@ def _show_measured(engine, generations, summaries) -> None:
     title = (
         f"{pathlib.Path(engine_flags.TARGET.value).name}, measured on "
         f"{engine_flags.measured_on(engine)}, {summary['prompts']} prompts; set sizes are means "
-        "a layer and verification"
+        f"a layer and verification{method_flags.in_words()}"
     )
     reporting.print_table(title, rows, _MEASURED)
 

@@ -40,7 +40,7 @@ from acceptmoe_jax.runtime.layer_forward import read_told
 from acceptmoe_jax.runtime.offloaded import OffloadedRunner
 from acceptmoe_jax.runtime.random_weights import random_weights
 from acceptmoe_jax.runtime.state import Setup, Weights, empty_state
-from acceptmoe_jax.selection import SelectorConfig
+from acceptmoe_jax.selection import Commitment, SelectorConfig
 from experiments import gpu_steps
 from experiments.gpu_plan import Item, Plan, Row
 from pallas_kernels.implementations import Implementations, implementations
@@ -189,7 +189,9 @@ class _Layers:
         )
         state = empty_state(setup, setup.spare_rows, _DTYPE)
         block = stages.tree_block(state, gpu_steps.random_tree(setup))
-        self._route = jax.jit(functools.partial(_route, setup, selector, block, jnp.array(PHAT)))
+        self._route = jax.jit(
+            functools.partial(_route, setup, selector, block, Commitment(jnp.array(PHAT)))
+        )
         self._records: dict[tuple[int, int], _Record] = {}  # (verification, layer)
         self._pools: dict[int, ExpertBank] = {}  # of each layer, as `transfer` leaves it
         self._banks: dict[tuple[int, int], list[ExpertBank]] = {}  # one a part
@@ -273,13 +275,13 @@ def _route(
     setup: Setup,
     selector: SelectorConfig,
     block: stages.Block,
-    phat: Float[Array, "P"],
+    commitment: Commitment,
     logits: Float[Array, "T E"],
     x: Float[Array, "T D"],
     resident: np.ndarray,
 ):
     """`layerwise.route` without attention, and with these logits."""
-    chosen, counts = stages.choose_experts(setup, selector, block, phat, logits, resident)
+    chosen, counts = stages.choose_experts(setup, selector, block, commitment, logits, resident)
     wide = x.astype(jnp.float32)
     h = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True))
     return layerwise.Routed.of(x, h.astype(x.dtype), chosen, counts)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from acceptmoe_jax.prompts import read_prompts
-from acceptmoe_jax.runtime import programs
+from acceptmoe_jax.runtime import programs, stages
 from acceptmoe_jax.runtime.engine import Engine
 from experiments.gpu_plan import POCKETS, ROOT, Item, Plan, Row, pocket_pair
 from pallas_kernels.implementations import Implementations
@@ -72,7 +72,7 @@ def _cpu_texts(name: str, plan: Plan) -> _Texts:
         command = [
             *(sys.executable, "-m", "experiments.generate"),
             *(f"--target={target}", f"--draft={head}", f"--prompts={file}"),
-            *("--dtype=float32", "--kernels=xla", "--noaudit", f"--output_dir={folder}"),
+            *("--dtype=float32", "--kernels=xla", "--audit_every=0", f"--output_dir={folder}"),
             *(f"--selectors={','.join(_METHODS)}", f"--max_new_tokens={plan.new_tokens}"),
         ]
         environment = os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -165,7 +165,9 @@ def _next_logits(setup: programs.Setup) -> Callable[..., jax.Array]:
         state = programs.empty_state(setup, rows, jnp.float32)
         state = programs.prefill_chunk(setup, weights, state, tokens, count, last)
         native = setup.native()
-        _, done = programs.speculative_round(setup, weights, state, jnp.ones(1), selector=native)
+        _, done = programs.speculative_round(
+            setup, weights, state, stages.NO_COMMITMENT, selector=native
+        )
         return done.logits[0]
 
     return run

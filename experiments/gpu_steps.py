@@ -18,7 +18,7 @@ from acceptmoe_jax.models.config import TargetConfig
 from acceptmoe_jax.models.published import PUBLISHED, Published
 from acceptmoe_jax.runtime import abstract, programs, stages
 from acceptmoe_jax.runtime.random_weights import random_weights
-from acceptmoe_jax.selection import SelectorConfig
+from acceptmoe_jax.selection import Commitment, SelectorConfig
 from acceptmoe_jax.speculation import DraftTree
 from experiments.gpu_plan import POCKETS, Item, Plan, Row, pocket_pair
 from pallas_kernels.implementations import KERNELS, Implementations
@@ -110,14 +110,14 @@ def _step_rows(published: Published, implementations: Implementations, plan: Pla
     state = programs.empty_state(setup, plan.cached + setup.spare_rows, _DTYPE)
     states = [state.replace(length=jnp.int32(plan.cached))]
     tree = random_tree(setup)
-    phat = jnp.ones(_MOST_DEPTH + 1)
+    commitment = Commitment(jnp.ones(_MOST_DEPTH + 1))
     selector = SelectorConfig(
         policy="acceptmoe", top_k=target.top_k, norm_topk_prob=target.norm_topk_prob
     )
 
     def verify(weights, state, eligible):
         block = stages.tree_block(state, tree)
-        out = programs.forward(setup, weights, state, block, selector, phat, eligible)
+        out = programs.forward(setup, weights, state, block, selector, commitment, eligible)
         tokens = jnp.argmax(stages.unembed(setup, weights, out.hidden), axis=-1)
         counts, _ = stages.stack_layers(out.moe)
         return state.replace(caches=out.caches), (tokens, counts.used)

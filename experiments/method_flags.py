@@ -1,6 +1,7 @@
 """The flags that choose methods and their budget, and decoding under each of them in turn."""
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,26 +14,35 @@ from acceptmoe_jax.models.qwen3_moe import Qwen3MoeConfig
 from acceptmoe_jax.runtime import cost_model
 from acceptmoe_jax.runtime.cost_model import HeadShape, TargetShape
 from acceptmoe_jax.runtime.engine import AUTOREGRESSIVE, Engine, Generation, Prompt
+from acceptmoe_jax.runtime.evict import EvictConfig
 from acceptmoe_jax.runtime.statistics import summarise
-from acceptmoe_jax.selection import POLICIES, SelectorConfig
-from acceptmoe_jax.selection.config import BUDGETED_POLICIES
-from experiments import engine_flags
-
-# Method -> what its `SelectorConfig` says.
-_POLICIES: dict[str, dict[str, Any]] = {policy: {"policy": policy} for policy in POLICIES}
-_POLICIES["acceptmoe_no_pruning"] = {"policy": "acceptmoe", "prune": False}
+from experiments import ablation_flags, engine_flags, sampling_flags
+from experiments.methods import METHODS, selector_of
 
 _SELECTORS = flags.DEFINE_list(
     "selectors",
     None,
-    f"Methods, in the order of the table: {AUTOREGRESSIVE}, {', '.join(_POLICIES)}; pruning is of "
-    "experts that are not on the device, where some are not.",
+    f"Methods, in the order of the table: {', '.join(METHODS)}; pruning and admission are "
+    "by what is on the device, where something is not.",
 )
 _BUDGET = flags.DEFINE_integer(
     "budget", None, "Experts a layer of acceptmoe_fix and moe_spec; default: acceptmoe's mean."
 )
-_AUDIT = flags.DEFINE_bool(
-    "audit", True, "Verify every block natively as well, outside the timed seconds."
+_AUDIT_EVERY = flags.DEFINE_integer(
+    "audit_every",
+    1,
+    "Verify every so manieth block natively as well, outside the timed seconds; 0: none.",
+)
+_MAX_DISAGREEMENT = flags.DEFINE_float(
+    "max_disagreement",
+    None,
+    "Go on natively once this share of audited tokens differs from native routing's.",
+)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 1, "Prompts that decode at the same time.")
+_EVICT_LENGTHS = flags.DEFINE_list(
+    "evict_lengths",
+    list(map(str, EvictConfig().lengths)),
+    "Rows of a block that evict may choose, beside the whole tree's; each is compiled and timed.",
 )
 
 
@@ -58,15 +68,14 @@ def methods(default: Sequence[str] = (AUTOREGRESSIVE, "native", "acceptmoe")) ->
       UserError: if one is unknown, or lacks the draft or the budget that it needs.
     """
     names = list(dict.fromkeys(default if _SELECTORS.value is None else _SELECTORS.value))
-    known = (AUTOREGRESSIVE, *_POLICIES)
     for name in names:
-        if name not in known:
-            raise UserError(f"--selectors: {name!r} is not one of {', '.join(known)}")
+        if name not in METHODS:
+            raise UserError(f"--selectors: {name!r} is not one of {', '.join(METHODS)}")
     if not names:
         raise UserError("--selectors names no method")
     if engine_flags.DRAFT.value is None and names != [AUTOREGRESSIVE]:
         raise UserError("--draft is needed by every method but autoregressive")
-    budgeted = [name for name in names if name in BUDGETED_POLICIES]
+    budgeted = [name for name in names if METHODS[name].budgeted]
     if budgeted and _BUDGET.value is None and "acceptmoe" not in names:
         raise UserError(f"--budget is needed by {budgeted[0]}, unless acceptmoe runs too")
     return names
@@ -76,7 +85,7 @@ def decode(
     engine: Engine,
     names: Sequence[str],
     prompts: Sequence[Prompt],
-    observe: Callable[[str], None] | None = None,
+    on_forward: Callable[[str], None] | None = None,
     **options: Any,
 ) -> tuple[dict[str, list[Generation]], dict[str, dict[str, Any]]]:
     """Decodes the prompts under every method.
@@ -85,7 +94,7 @@ def decode(
       engine: of `engine_flags`.
       names: of `methods`.
       prompts: see `Engine.generate`.
-      observe: called with the method's name after every forward.
+      on_forward: called with the method's name after every forward.
       **options: for `Engine.generate`.
 
     Returns:
@@ -93,36 +102,58 @@ def decode(
     """
     generations, summaries = {}, {}
     # acceptmoe goes before the methods that take its mean set size for their budget.
-    for name in sorted(names, key=lambda name: name in BUDGETED_POLICIES):
-        selector = _selector(engine, name, summaries)
-        generations[name] = _decode_one(engine, name, selector, prompts, observe, options)
+    for name in sorted(names, key=lambda name: METHODS[name].budgeted):
+        budget = _BUDGET.value
+        if METHODS[name].budgeted and budget is None:
+            mean = summaries["acceptmoe"]["eligible"]
+            budget = max(round(mean), engine.model.setup.target.top_k)
+        selector = selector_of(engine, METHODS[name], budget, ablation_flags.ablations())
+        generations[name] = _decode_one(engine, name, selector, prompts, on_forward, options)
         statistics = [generation.statistics for generation in generations[name]]
         tokens = sum(len(generation.token_ids) for generation in generations[name])
         summaries[name] = summarise(statistics, tokens) | {"prompts": len(prompts)}
-        if isinstance(selector, SelectorConfig) and selector.budget is not None:
-            summaries[name]["budget"] = selector.budget
+        if METHODS[name].budgeted:
+            summaries[name]["budget"] = budget
+        _say_fallback(name, summaries[name])
     return {n: generations[n] for n in names}, {n: summaries[n] for n in names}
 
 
-def _selector(
-    engine: Engine, name: str, summaries: dict[str, dict[str, Any]]
-) -> str | SelectorConfig:
-    if name == AUTOREGRESSIVE:
-        return name
-    config = engine.selector("native")
-    budget = None
-    if name in BUDGETED_POLICIES:
-        budget = _BUDGET.value
-        if budget is None:
-            budget = max(round(summaries["acceptmoe"]["eligible"]), config.top_k)
-    try:
-        config = dataclasses.replace(config, budget=budget, **_POLICIES[name])
-    except ValueError as error:
-        raise UserError(f"--budget: {error}") from None
-    return engine.selector(config)
+def settings() -> dict[str, Any]:
+    """For summaries: what the flags say about all methods."""
+    return {
+        "sampling": dataclasses.asdict(sampling_flags.sampling()),
+        "seed": sampling_flags.SEED.value,
+        "batch_size": _BATCH_SIZE.value,
+        "audit_every": _AUDIT_EVERY.value,
+        "max_disagreement": _MAX_DISAGREEMENT.value,
+        "ablations": ablation_flags.ablations(),
+    }
 
 
-def _decode_one(engine, name, selector, prompts, observe, options) -> list[Generation]:
+def in_words() -> str:
+    """For titles: how tokens are drawn and how many prompts decode at a time, where that is not
+    greedily and one; and the ablations."""
+    chosen = sampling_flags.sampling()
+    parts = []
+    if not chosen.greedy:
+        parts.append(f"temperature {chosen.temperature:g}, top-k {chosen.top_k or 'all'}, ")
+        parts[-1] += f"top-p {chosen.top_p:g}, seed {sampling_flags.SEED.value}"
+    if _BATCH_SIZE.value > 1:
+        parts.append(f"{_BATCH_SIZE.value} prompts at a time")
+    parts.extend(f"{name} = {value}" for name, value in ablation_flags.ablations().items())
+    return "".join(f"; {part}" for part in parts)
+
+
+def _say_fallback(name: str, summary: dict[str, Any]) -> None:
+    if summary["fallback_share"]:
+        print(
+            f"{name} passed --max_disagreement={_MAX_DISAGREEMENT.value}: "
+            f"{summary['fallback_share']:.0%} of its verifications ran natively instead",
+            file=sys.stderr,
+        )
+
+
+def _decode_one(engine, name, selector, prompts, on_forward, options) -> list[Generation]:
     with reporting.progress("{task.fields[tokens]} tokens") as bar:
         task = bar.add_task(name, total=len(prompts), tokens=0)
         emitted = 0
@@ -131,15 +162,30 @@ def _decode_one(engine, name, selector, prompts, observe, options) -> list[Gener
             nonlocal emitted
             emitted += len(new)
             bar.update(task, completed=index, tokens=emitted)
-            if observe is not None:
-                observe(name)
+            if on_forward is not None:
+                on_forward(name)
 
         return engine.generate(
             prompts,
             selector=selector,
             max_new_tokens=engine_flags.MAX_NEW_TOKENS.value,
             **engine_flags.chat_options(),
-            audit=_AUDIT.value,
+            sampling=sampling_flags.sampling(),
+            seed=sampling_flags.SEED.value,
+            batch_size=_BATCH_SIZE.value,
+            evict=_evict_config() if METHODS[name].evict else None,
+            audit_every=_AUDIT_EVERY.value,
+            max_disagreement=_MAX_DISAGREEMENT.value,
             on_tokens=on_tokens,
             **options,
         )
+
+
+def _evict_config() -> EvictConfig:
+    try:
+        lengths = tuple(map(int, _EVICT_LENGTHS.value))
+    except ValueError:
+        raise UserError(
+            f"--evict_lengths holds numbers of rows, not {','.join(_EVICT_LENGTHS.value)}"
+        ) from None
+    return EvictConfig(lengths)

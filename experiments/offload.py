@@ -23,16 +23,11 @@ from absl import flags
 
 from acceptmoe_jax import reporting
 from acceptmoe_jax.files import write_atomically, write_json
-from acceptmoe_jax.pocket import families
-from acceptmoe_jax.prompts import read_prompts
 from acceptmoe_jax.runtime import offload_model
-from acceptmoe_jax.runtime.engine import Prompt
 from acceptmoe_jax.runtime.offload_plots import residency_timeline, traffic_bars
-from experiments import engine_flags, method_flags
+from experiments import engine_flags, method_flags, prompt_flags
 from pallas_kernels.devices import DEVICES
 
-_PROMPTS = flags.DEFINE_string("prompts", None, "A JSONL file of prompts; default: pocket tasks.")
-_TASKS = flags.DEFINE_integer("tasks", 4, "Held-out pocket tasks of each family.", lower_bound=1)
 _OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Where the files go.", required=True)
 
 _PUBLISHED_SHARE = 48 / 128
@@ -71,10 +66,10 @@ def main() -> None:
     names = method_flags.methods(
         default=("native", "moe_spec", "acceptmoe_no_pruning", "acceptmoe")
     )
-    prompts = _prompts()
+    prompts = list(prompt_flags.prompts().values())
     engine = engine_flags.load_engine(default_slot_share=_PUBLISHED_SHARE)
     timeline = _Timeline(engine.runner)
-    _, summaries = method_flags.decode(engine, names, prompts, observe=timeline.observe)
+    _, summaries = method_flags.decode(engine, names, prompts, on_forward=timeline.observe)
     where = engine_flags.measured_on(engine)
     predictions = [
         vars(offload_model.predict(run, share))
@@ -104,16 +99,6 @@ def main() -> None:
     reporting.print_table(title, full_size, _FULL_SIZE)
     _show_predictions(predictions)
     print(f"Written: {output / 'summary.json'}")
-
-
-def _prompts() -> list[Prompt]:
-    if _PROMPTS.value is not None:
-        return list(read_prompts(_PROMPTS.value, "--prompts").values())
-    return [
-        record.prompt
-        for family in families.FAMILIES
-        for record in families.generate(family, "test", 0, _TASKS.value)
-    ]
 
 
 class _Timeline:

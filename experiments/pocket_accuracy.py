@@ -19,10 +19,9 @@ from absl import flags
 from acceptmoe_jax import reporting
 from acceptmoe_jax.files import write_json
 from acceptmoe_jax.pocket import families, scoring
-from experiments import engine_flags, method_flags
+from experiments import engine_flags, method_flags, sampling_flags
 
 _RECORDS = flags.DEFINE_integer("records", 100, "Test tasks of each family.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the choice of tasks.")
 _OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Where the summary goes.", required=True)
 
 
@@ -32,7 +31,7 @@ def main() -> None:
     records = [
         record
         for family in families.FAMILIES
-        for record in families.generate(family, "test", _SEED.value, _RECORDS.value)
+        for record in families.generate(family, "test", sampling_flags.SEED.value, _RECORDS.value)
     ]
     prompts = [record.prompt for record in records]
     generations, summaries = method_flags.decode(engine, names, prompts)
@@ -46,10 +45,10 @@ def main() -> None:
     summary = {
         "methods": summaries,
         "records_a_family": _RECORDS.value,
-        "seed": _SEED.value,
         "device": reporting.device_description(),
         "dtype": engine_flags.DTYPE.value,
         "versions": reporting.versions(),
+        "settings": method_flags.settings(),
     } | engine_flags.offload_facts(engine)
     write_json(pathlib.Path(_OUTPUT_DIR.value) / "summary.json", summary)
     title = (

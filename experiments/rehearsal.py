@@ -132,7 +132,7 @@ class Rehearsal:
 
             with mock.patch.object(layer_forward, "read_told", rehearsed_read):
                 self.runner.begin_request()
-                state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), request.state)
+                state = jax.tree.map(_zeros, request.state)
                 for _ in range(request.rounds):
                     state, done = self.runner.round(state, *request.args, **request.options)
                     jax.block_until_ready(done)
@@ -155,7 +155,7 @@ class _StandIns(CompiledPrograms):
 
             def result(shape):
                 same = donated[shape.shape, shape.dtype]
-                return same.pop(0) if same else jnp.zeros(shape.shape, shape.dtype)
+                return same.pop(0) if same else _zeros(shape)
 
             return jax.tree.map(result, shapes)
 
@@ -188,6 +188,12 @@ def _tiny_store(store: HostStore) -> HostStore:
             for layer in range(max(store.layers) + 1)
         ]
     )
+
+
+def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0), leaf.shape)
+    return jnp.zeros(leaf.shape, leaf.dtype)
 
 
 def _shapes(tree: Any) -> Any:

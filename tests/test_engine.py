@@ -28,9 +28,9 @@ def test_native_speculation_is_token_identical_over_two_hundred_prompts():
 def test_a_second_prompt_of_a_known_length_compiles_nothing():
     engine = pocket.engine()
     first, second, third = pocket.prompts(each=1)[:3]
-    engine.generate([first], selector="acceptmoe", max_new_tokens=NEW_TOKENS, audit=True)
+    engine.generate([first], selector="acceptmoe", max_new_tokens=NEW_TOKENS, audit_every=1)
     again = engine.generate(
-        [second, third], selector="acceptmoe", max_new_tokens=NEW_TOKENS, audit=True
+        [second, third], selector="acceptmoe", max_new_tokens=NEW_TOKENS, audit_every=1
     )
     assert [generation.statistics.compile_seconds for generation in again] == [0, 0]
 
@@ -38,7 +38,7 @@ def test_a_second_prompt_of_a_known_length_compiles_nothing():
 def test_an_audit_changes_no_token():
     engine, prompts = pocket.engine(), pocket.prompts(each=1)
     plain, audited = (
-        engine.generate(prompts, selector="acceptmoe", max_new_tokens=NEW_TOKENS, audit=audit)
+        engine.generate(prompts, selector="acceptmoe", max_new_tokens=NEW_TOKENS, audit_every=audit)
         for audit in (False, True)
     )
     assert [g.token_ids for g in plain] == [g.token_ids for g in audited]

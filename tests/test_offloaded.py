@@ -16,7 +16,7 @@ from acceptmoe_jax.runtime.compiled import CompiledPrograms
 from acceptmoe_jax.runtime.offloaded import OffloadedRunner
 from acceptmoe_jax.runtime.resident import ResidentRunner
 from acceptmoe_jax.runtime.state import empty_state
-from acceptmoe_jax.selection import SelectorConfig
+from acceptmoe_jax.selection import Commitment, SelectorConfig
 from tests import device_put_guard, tiny_models
 
 QWEN3_MOE, GPT_OSS = tiny_models.TARGET, tiny_models.GPT_OSS
@@ -24,7 +24,7 @@ both_families = pytest.mark.parametrize(
     "target", [QWEN3_MOE, GPT_OSS], ids=["qwen3_moe", "gpt_oss"]
 )
 CACHE_ROWS = 64
-PHAT = jnp.asarray([1.0, 0.7, 0.5, 0.3], jnp.float32)
+COMMITMENT = Commitment(jnp.asarray([1.0, 0.7, 0.5, 0.3], jnp.float32))
 # Prompts after which drafts are accepted.
 PROMPTS = {
     target: np.random.default_rng(seed).integers(0, target.vocab_size, 19)
@@ -66,7 +66,7 @@ def decode(runner, selector=NATIVE, rounds=3):
     state = prefill(runner)
     committed, logits, used = [int(state.last_token)], [], []
     for _ in range(rounds):
-        state, done = runner.round(state, PHAT, selector)
+        state, done = runner.round(state, COMMITMENT, selector)
         length = int(done.acceptance.length)
         committed += np.asarray(done.acceptance.tokens)[:length].tolist()
         logits.append(np.asarray(done.logits)[:length])
@@ -140,7 +140,7 @@ def test_prefill_and_audits_stream_and_leave_the_tables_alone():
     runner.begin_request()
     state = prefill(runner)
     assert runner.loads.table.waves == 0 and runner.loads.streamed.loads > 0
-    state, done = runner.round(state, PHAT, ACCEPTMOE)
+    state, done = runner.round(state, COMMITMENT, ACCEPTMOE)
     tables = {layer: table.slots for layer, table in runner.tables.items()}
     before = runner.loads
     state, audit = runner.audit(state, done)
@@ -156,9 +156,9 @@ def test_an_audit_is_that_of_resident():
         runner.begin_request()
         state = prefill(runner)
         selector = dataclasses.replace(ACCEPTMOE, prune=False)
-        state, done = runner.round(state, PHAT, selector)
+        state, done = runner.round(state, COMMITMENT, selector)
         state, audit = runner.audit(state, done)
-        _, after = runner.round(state, PHAT, selector)
+        _, after = runner.round(state, COMMITMENT, selector)
         results.append((int(audit.agreeing), float(audit.kl), np.asarray(after.logits)))
     assert results[0][0] == results[1][0]
     assert results[0][1] == pytest.approx(results[1][1], rel=1e-4, abs=1e-6)
@@ -215,7 +215,7 @@ def test_a_transfer_that_fails_loses_its_request_and_no_other(monkeypatch, fails
     streamed = calls
     with pytest.raises(LinkDown):
         for _ in range(3):
-            state, _ = runner.round(state, PHAT, NATIVE)
+            state, _ = runner.round(state, COMMITMENT, NATIVE)
     for table in runner.tables.values():
         table.check()
     committed, logits, _ = decode(runner)
@@ -257,7 +257,7 @@ def test_a_pool_that_a_failure_consumed_is_made_anew(monkeypatch):
 
     monkeypatch.setattr(runner.transfers, "flush", consuming)
     with pytest.raises(LinkDown):
-        runner.round(state, PHAT, NATIVE)
+        runner.round(state, COMMITMENT, NATIVE)
     monkeypatch.undo()
     for table in runner.tables.values():
         table.check()
@@ -297,7 +297,7 @@ def test_no_more_is_staged_than_two_groups(monkeypatch):
     monkeypatch.setattr(runner.transfers, "stage", counting_stage)
     monkeypatch.setattr(runner.transfers, "flush", counting_flush)
     for _ in range(3):
-        state, _ = runner.round(state, PHAT, NATIVE)
+        state, _ = runner.round(state, COMMITMENT, NATIVE)
     assert 0 < most <= 2 * GROUP
     assert staged == [0]
 
@@ -342,7 +342,7 @@ def test_device_memory_stays_within_slots_caches_and_two_staged_groups(monkeypat
     caches = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     after = []
     for _ in range(3):
-        state, done = runner.round(state, PHAT, NATIVE)
+        state, done = runner.round(state, COMMITMENT, NATIVE)
         after.append(on_device())
     kept = experts + caches + sum(leaf.nbytes for leaf in jax.tree.leaves(done))
     activations = 16_000  # picks of a prompt's 32 rows, and some rows

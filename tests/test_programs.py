@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from acceptmoe_jax.runtime import programs
-from acceptmoe_jax.selection import SelectorConfig
+from acceptmoe_jax.selection import Commitment, SelectorConfig
 from tests import tiny_models
 
 CACHE_ROWS = 128
 CROSSING_SEEDS = 8  # prompts, of which some have a draft accepted at the window's edge
-PHAT = jnp.asarray([1.0, 0.7, 0.5, 0.3], jnp.float32)
+COMMITMENT = Commitment(jnp.asarray([1.0, 0.7, 0.5, 0.3], jnp.float32))
 NATIVE = SelectorConfig(policy="native", top_k=4)
 ACCEPTMOE = SelectorConfig(policy="acceptmoe", top_k=4)
 PROMPT = np.random.default_rng(0).integers(0, tiny_models.TARGET.vocab_size, 23)
@@ -48,7 +48,7 @@ def _prefill(tokens, chunk=32, target=QWEN3_MOE):
 
 def _round(state, selector=NATIVE, override=None, target=QWEN3_MOE):
     run = _program("speculative_round", target, selector=selector)
-    return run(_weights(target), state, PHAT, override)
+    return run(_weights(target), state, COMMITMENT, override)
 
 
 def _decode(rounds, selector=NATIVE, target=QWEN3_MOE):

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from acceptmoe_jax.runtime import programs
-from acceptmoe_jax.selection import SelectorConfig
+from acceptmoe_jax.selection import Commitment, SelectorConfig
 from pallas_kernels.implementations import KERNELS, Implementations, implementations
 from tests import tiny_models
 
 CACHE_ROWS = 64
-PHAT = jnp.asarray([1.0, 0.7, 0.5, 0.3], jnp.float32)
+COMMITMENT = Commitment(jnp.asarray([1.0, 0.7, 0.5, 0.3], jnp.float32))
 ROUNDS = 3
 INTERPRETED = dataclasses.replace(KERNELS["triton"], interpret=True)
 
@@ -31,7 +31,7 @@ def _decode(target, kernels, selector, seed):
     run = jax.jit(functools.partial(programs.speculative_round, setup, selector=selector))
     committed, logits, used = [int(state.last_token)], [], []
     for _ in range(ROUNDS):
-        state, done = run(weights, state, PHAT)
+        state, done = run(weights, state, COMMITMENT)
         length = int(done.acceptance.length)
         committed += done.acceptance.tokens[:length].tolist()
         logits.append(done.logits[:length])

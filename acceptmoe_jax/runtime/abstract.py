@@ -14,7 +14,7 @@ from acceptmoe_jax.models.experts import abstract_bank
 from acceptmoe_jax.models.families import target_config
 from acceptmoe_jax.models.published import Published
 from acceptmoe_jax.runtime import programs
-from acceptmoe_jax.selection import SelectorConfig
+from acceptmoe_jax.selection import Commitment, SelectorConfig
 from acceptmoe_jax.speculation import TreeConfig
 from pallas_kernels.implementations import Implementations
 
@@ -66,11 +66,11 @@ def abstract_round(
     """A speculative round over a cache of `cached` positions and the tree behind them.
 
     Returns:
-      The function of (weights, state, phat), whose state is to be donated, and its arguments as
-      `jax.ShapeDtypeStruct`s.
+      The function of (weights, state, commitment), whose state is to be donated, and its
+      arguments as `jax.ShapeDtypeStruct`s.
     """
     rows = cached + setup.spare_rows
     state = jax.eval_shape(lambda: programs.empty_state(setup, rows, dtype))
-    phat = jax.ShapeDtypeStruct((setup.tree.steps + 1,), jnp.float32)
+    commitment = Commitment(jax.ShapeDtypeStruct((setup.tree.steps + 1,), jnp.float32))
     run = functools.partial(programs.speculative_round, setup, selector=selector)
-    return run, (weights, state, phat)
+    return run, (weights, state, commitment)

@@ -1,29 +1,26 @@
 """The engine: a small object around the programs, whether all experts are on the device or not."""
 
-import contextlib
 import dataclasses
-import functools
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from acceptmoe_jax.errors import UserError
 from acceptmoe_jax.offload.config import OffloadConfig
-from acceptmoe_jax.offload.loads import Loads
+from acceptmoe_jax.runtime.decoding import DecodeConfig, DecodingRun
+from acceptmoe_jax.runtime.evict import EvictConfig
 from acceptmoe_jax.runtime.offloaded import OffloadedRunner
 from acceptmoe_jax.runtime.pretrained import Pretrained, load_pretrained
+from acceptmoe_jax.runtime.quality_gate import AuditConfig
+from acceptmoe_jax.runtime.requests import Generation, Request
 from acceptmoe_jax.runtime.resident import ResidentRunner
-from acceptmoe_jax.runtime.state import DecodeState, empty_state
+from acceptmoe_jax.runtime.stages import NO_COMMITMENT
 from acceptmoe_jax.runtime.statistics import DecodeStatistics
 from acceptmoe_jax.runtime.verification import Verification
 from acceptmoe_jax.selection import CommitmentTable, SelectorConfig
-from acceptmoe_jax.speculation import TreeConfig
-from acceptmoe_jax.text import harmony
-from acceptmoe_jax.text.stopping import StopReason, StopRules
+from acceptmoe_jax.speculation import CostTable, SamplingConfig, TreeConfig
+from acceptmoe_jax.text.stopping import StopRules
 from pallas_kernels.implementations import Implementations, implementations
 
 COMMITMENT_FILE = "commitment.json"
@@ -31,31 +28,6 @@ AUTOREGRESSIVE = "autoregressive"
 
 # A prompt is a text, a chat of {"role", "content"} messages, or token ids.
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
-
-_CHUNKS = (64, 256, 1024)  # rows of a prefill program; the smallest that holds what is left
-_SMALLEST_CACHE = 256  # rows; caches grow by doubling, so few programs are compiled
-
-
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """The answer to one prompt.
-
-    Attributes:
-      prompt_ids: what the target read.
-      token_ids: what it emitted, the stop token included.
-      text: decoded, cut before a stop string, without special tokens; of a model that speaks
-        harmony (GPT-OSS) the final channel alone, empty if the answer ended before it.
-      reasoning: what such a model wrote in its analysis channel; else empty.
-      stop_reason: why it ended.
-      statistics: what was counted on the way.
-    """
-
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str
-    reasoning: str
-    stop_reason: StopReason
-    statistics: DecodeStatistics
 
 
 class Engine:
@@ -96,6 +68,7 @@ class Engine:
         self.dtype = dtype
         self.max_length = max_length
         self.offload = offload
+        self._evict_costs: dict[Any, CostTable] = {}
         self.runner: ResidentRunner | OffloadedRunner
         if offload is None:
             self.runner = ResidentRunner(model.setup, model.weights)
@@ -191,6 +164,12 @@ class Engine:
                 f"selector {selector.policy!r} needs a commitment table: there is no "
                 f"{COMMITMENT_FILE} beside the head; make it with python -m experiments.calibrate"
             )
+        if selector.weighs_paths and self.commitment.path is None:
+            raise UserError(
+                f"selector {selector.policy!r} with path weights needs a path calibration, and "
+                f"{self.commitment.source} holds none; measure it again with "
+                "python -m experiments.calibrate"
+            )
         return selector
 
     def encode(
@@ -249,12 +228,17 @@ class Engine:
         stop_strings: Sequence[str] = (),
         chat: bool | None = None,
         chat_variables: Mapping[str, Any] | None = None,
-        audit: bool = False,
+        sampling: SamplingConfig = SamplingConfig(),
+        seed: int = 0,
+        batch_size: int = 1,
+        evict: EvictConfig | None = None,
+        audit_every: int = 0,
+        max_disagreement: float | None = None,
         on_tokens: Callable[[int, tuple[int, ...]], None] | None = None,
         observe: Callable[[int, Verification], None] | None = None,
         record: bool = False,
     ) -> list[Generation]:
-        """Decodes the prompts greedily, one after the other.
+        """Decodes the prompts: greedily, or by draws whose distribution is the target's.
 
         Args:
           prompts: see `Prompt`.
@@ -263,7 +247,16 @@ class Engine:
           stop_strings: texts that end an answer, beside the model's stop tokens; as `text`, they
             leave reasoning aside.
           chat, chat_variables: see `encode`.
-          audit: verify every block once more under native routing, outside the timed seconds.
+          sampling: temperature, top-k and top-p; greedy by default. Under a policy that restricts
+            experts, the target is the restricted one.
+          seed: of the draws; an answer depends on it, its prompt and its place among the prompts.
+          batch_size: prompts that decode at the same time, each with a tree and expert sets of its
+            own; more than one needs all experts on the device.
+          evict: cut each draft tree to the length that pays on this device (EVICT); lossless.
+          audit_every: verify every so manieth block once more under native routing, outside the
+            timed seconds; 0 never.
+          max_disagreement: of audited rows, the share whose top-1 may differ from native routing's;
+            a call that passes it goes on natively, as `statistics` then say.
           on_tokens: called with the prompt's index and its new tokens after every forward.
           observe: called with the prompt's index and what happened after every verification.
           record: give `observe` router logits and sets too.
@@ -271,133 +264,53 @@ class Engine:
         Raises:
           UserError: before any decoding, if a prompt is empty or too long or a setting is wrong.
         """
-        if selector != AUTOREGRESSIVE:
-            selector = self.selector(selector)
+        plain = selector == AUTOREGRESSIVE
+        config = DecodeConfig(
+            selector=None if plain else self.selector(selector),
+            sampling=sampling,
+            seed=seed,
+            audit=AuditConfig(audit_every, max_disagreement),
+            evict=evict,
+            lanes=batch_size,
+            record=record,
+        )
+        self._check(config)
         rules = StopRules(self.tokenizer.stop_ids, tuple(stop_strings), max_new_tokens)
-        encoded = [self.encode(prompt, chat, chat_variables) for prompt in prompts]
-        for index, ids in enumerate(encoded):
+        setup = self.model.setup
+        requests = []
+        for index, prompt in enumerate(prompts):
+            ids = self.encode(prompt, chat, chat_variables)
             if len(ids) + max_new_tokens > self.max_length:
                 raise UserError(
                     f"prompt {index} has {len(ids)} tokens and max_new_tokens = {max_new_tokens}, "
                     f"together more than max_length = {self.max_length}"
                 )
-        return [
-            self._generate_one(
-                ids,
-                selector,
-                rules,
-                audit,
-                functools.partial(on_tokens or _ignore, index),
-                functools.partial(observe or _ignore, index),
-                record,
-            )
-            for index, ids in enumerate(encoded)
-        ]
-
-    def _generate_one(self, ids, selector, rules, audit, on_tokens, observe, record) -> Generation:
-        setup = self.model.setup
-        statistics = DecodeStatistics(
-            num_layers=len(setup.target.moe_layers),
-            max_depth=setup.tree.steps,
+            statistics = DecodeStatistics(len(setup.target.moe_layers), setup.tree.steps)
+            requests.append(Request(index, ids, rules, self.tokenizer, statistics))
+        commitment = NO_COMMITMENT if self.commitment is None else self.commitment.commitment()
+        run = DecodingRun(
+            self.runner,
+            commitment,
+            config,
+            self.dtype,
+            self._evict_costs,
+            on_tokens or _ignore,
+            observe or _ignore,
         )
-        state = self._prefill(ids, rules.max_new_tokens, statistics)
-        forward = self._plain_forward if selector == AUTOREGRESSIVE else self._tree_forward
-        channels = harmony.ChannelReader(self.tokenizer, ids)
-        emitted, shown, run = [], [], (int(state.last_token),)
-        while True:
-            kept, reason = rules.cut(shown, channels.shown(run), self.tokenizer.decode)
-            run = run[: len(kept)]
-            emitted.extend(run)
-            shown.extend(kept)
-            on_tokens(run)
-            if reason is not None:
-                break
-            state, run = forward(state, selector, statistics, audit, observe, record)
-        answer = harmony.read_answer(self.tokenizer, ids, emitted)
-        text = rules.trim(answer.final)
-        return Generation(ids, tuple(emitted), text, answer.analysis, reason, statistics)
+        run.run(requests)
+        return [request.generation() for request in requests]
 
-    def _prefill(self, ids, max_new_tokens, statistics) -> DecodeState:
-        self.runner.begin_request()
-        chunks = _split(ids)
-        padded = sum(size for _, size in chunks)
-        rows = max(len(ids) + max_new_tokens + self.model.setup.spare_rows, padded)
-        state = empty_state(self.model.setup, _cache_rows(rows), self.dtype)
-        for at, size in chunks:
-            part = ids[at : at + size]
-            tokens = np.zeros(size, np.int32)
-            tokens[: len(part)] = part
-            following = ids[at + size] if at + size < len(ids) else -1
-            args = (state, jnp.asarray(tokens), jnp.int32(len(part)), jnp.int32(following))
-            with self._timed(statistics) as timed:
-                state = jax.block_until_ready(self.runner.prefill(*args))
-            statistics.prefill_seconds += timed.seconds
-            statistics.prefill_bytes += timed.loads.streamed.bytes
-        return state
-
-    def _plain_forward(self, state, selector, statistics, audit, observe, record):
-        del selector, audit, observe, record  # plain decoding is native by definition
-        with self._timed(statistics) as timed:
-            state, counts = self.runner.step(state)
-            token, counts = jax.device_get((state.last_token, counts))
-        statistics.add_forward(1, counts, np.zeros(1, int), timed.seconds, timed.loads)
-        statistics.add_audit(rows=1, agreeing=1, kl=0.0)
-        return state, (int(token),)
-
-    def _tree_forward(self, state, selector, statistics, audit, observe, record):
-        phat = self.commitment.phat if self.commitment is not None else (1.0,)
-        with self._timed(statistics) as timed:
-            phat = jnp.asarray(phat, jnp.float32)
-            state, done = self.runner.round(state, phat, selector, record)
-            tree, accepted, counts = jax.device_get((done.tree, done.acceptance, done.counts))
-        length = int(accepted.length)
-        statistics.add_forward(length, counts, tree.depth[tree.valid], timed.seconds, timed.loads)
-        if audit:
-            with self._timed(statistics):
-                state, result = self.runner.audit(state, done)
-            statistics.add_audit(length, int(result.agreeing), float(result.kl))
-        observe(Verification.from_round(tree, accepted, jax.device_get(done.record)))
-        return state, tuple(int(token) for token in accepted.tokens[:length])
-
-    @contextlib.contextmanager
-    def _timed(self, statistics: DecodeStatistics) -> Iterator["_Timed"]:
-        """Times a forward without what it had to compile, which is added to the statistics."""
-        timed = _Timed()
-        loads, compiled = self.runner.loads, self.runner.compiled.seconds
-        begin = time.perf_counter()
-        yield timed
-        elapsed = time.perf_counter() - begin
-        compiling = self.runner.compiled.seconds - compiled
-        statistics.compile_seconds += compiling
-        timed.seconds = elapsed - compiling
-        timed.loads = self.runner.loads - loads
-
-
-@dataclasses.dataclass
-class _Timed:
-    """What a forward took."""
-
-    seconds: float = 0.0
-    loads: Loads = Loads()
+    def _check(self, config: DecodeConfig) -> None:
+        """Refuses settings that do not go together."""
+        if config.lanes < 1:
+            raise UserError(f"batch_size must be at least 1, not {config.lanes}")
+        if config.lanes > 1 and self.offload is not None:
+            raise UserError("a batch needs all experts on the device: batch_size is above 1")
+        if config.evict is not None and config.selector is None:
+            raise UserError("evict cuts draft trees, and autoregressive decoding has none")
+        if config.evict is not None and config.lanes > 1:
+            raise UserError("evict chooses the length of one tree at a time: batch_size is above 1")
 
 
 def _ignore(index: int, event: Any) -> None:
     del index, event
-
-
-def _split(ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Prefill chunks as (first token, rows); the last one may be padded."""
-    chunks, at = [], 0
-    while at < len(ids):
-        left = len(ids) - at
-        size = next((chunk for chunk in _CHUNKS if chunk >= left), _CHUNKS[-1])
-        chunks.append((at, size))
-        at += size
-    return chunks
-
-
-def _cache_rows(needed: int) -> int:
-    rows = _SMALLEST_CACHE
-    while rows < needed:
-        rows *= 2
-    return rows

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from acceptmoe_jax.runtime import layerwise
-from acceptmoe_jax.runtime.stages import Block
-from acceptmoe_jax.runtime.state import DecodeState
-from acceptmoe_jax.selection import SelectorConfig
+from acceptmoe_jax.runtime.stages import NO_COMMITMENT, Block
+from acceptmoe_jax.runtime.state import DecodeState, LayerRecord
+from acceptmoe_jax.selection import Commitment, SelectorConfig
 from pallas_kernels.masked_expert_gemm import ExpertBank
 
 
@@ -28,7 +27,8 @@ class LayerForward:
       state: its caches are consumed.
       block, views: as the program that began the forward returned them.
       selector: the policy.
-      phat: commitment probability by depth, where the policy weighs nodes.
+      commitment: how likely nodes are to be committed.
+      record: keep what the routers said.
       streams: whether experts go past the residency tables.
 
     Attributes:
@@ -42,8 +42,9 @@ class LayerForward:
         block: Block,
         views: Sequence,
         selector: SelectorConfig,
+        commitment: Commitment = NO_COMMITMENT,
         *,
-        phat: jax.Array | None = None,
+        record: bool = False,
         streams: bool = False,
     ):
         setup = runner.setup
@@ -54,20 +55,29 @@ class LayerForward:
         self._start = state.length
         self._block = block
         self._views = dict(zip(setup.target.windows, views))
-        self._phat = jnp.ones(1) if phat is None else phat
+        self._commitment = commitment
         shape = (len(block.tokens), state.caches[0].k.shape[0])  # T, S
         slots = runner.config.slots
-        self._route_key = (selector, slots, *shape, self._phat.shape)
-        self._route_static = (selector, slots)
+        self._route_static = (selector, slots, record)
+        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(commitment))
+        self._route_key = (*self._route_static, *shape, shapes)
         self._shape = shape
         self._experts = {
             last: functools.partial(layerwise.run_experts, setup, last) for last in (False, True)
         }
 
-    def run(self, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-        """The last layer's output, those of the captured layers, and what MoE layers told."""
+    def run(
+        self, x: jax.Array
+    ) -> tuple[
+        jax.Array,
+        tuple[jax.Array, ...],
+        tuple[jax.Array, ...],
+        tuple[LayerRecord | None, ...],
+    ]:
+        """The last layer's output, those of the captured layers, and what MoE layers told and
+        recorded."""
         setup = self._runner.setup
-        captured, told = [], []
+        captured, told, records = [], [], []
         for layer in range(setup.target.num_layers):
             if layer in setup.target.dense_layers:
                 x = self._first_half(layerwise.run_dense, self._shape, (), layer, x)
@@ -79,14 +89,15 @@ class LayerForward:
                     self._route_static,
                     layer,
                     x,
-                    self._phat,
+                    self._commitment,
                     slot_of,
                 )
                 told.append(routed.told)
+                records.append(routed.record)
                 x = self._experts_of(layer, routed)
             if layer in setup.capture:
                 captured.append(x)
-        return x, tuple(captured), tuple(told)
+        return x, tuple(captured), tuple(told), tuple(records)
 
     def _first_half(self, function, key, static, layer, x, *args):
         """A layer up to its experts, or all of a dense one; takes and puts back its cache."""

@@ -15,8 +15,9 @@ from acceptmoe_jax.models.attention import LayerCache
 from acceptmoe_jax.models.decoder import DecoderLayer, LayerView
 from acceptmoe_jax.runtime import stages
 from acceptmoe_jax.runtime.stages import Block
-from acceptmoe_jax.runtime.state import DecodeState, LayerCounts, Setup, Weights
-from acceptmoe_jax.selection import SelectionResult, SelectorConfig
+from acceptmoe_jax.runtime.state import DecodeState, LayerCounts, LayerRecord, Setup, Weights
+from acceptmoe_jax.selection import Commitment, SelectionResult, SelectorConfig
+from acceptmoe_jax.speculation import keep_best
 from pallas_kernels.masked_expert_gemm import ExpertBank, combine, expert_picks
 
 
@@ -30,6 +31,7 @@ class Routed:
       expert_ids, weights: of each pick; the weight of one that is not live is 0.
       told: what the host reads, in one array, for an array costs both sides some microseconds:
         the used experts, ascending and padded with E; then `LayerCounts`, `used` the last.
+      record: for traces, where they are asked for.
     """
 
     x: Float[Array, "T D"]
@@ -37,13 +39,16 @@ class Routed:
     expert_ids: Int[Array, "T k"]
     weights: Float[Array, "T k"]
     told: Int[Array, "E+3"]
+    record: LayerRecord | None = None
 
     @classmethod
-    def of(cls, x, h, chosen: SelectionResult, counts: LayerCounts) -> "Routed":
+    def of(
+        cls, x, h, chosen: SelectionResult, counts: LayerCounts, record: LayerRecord | None = None
+    ) -> "Routed":
         """With what a selection chose."""
         sizes = jnp.stack([counts.natural_union, counts.eligible, counts.used])
         told = jnp.concatenate([chosen.used_ids, sizes])
-        return cls(x, h, chosen.expert_ids, chosen.weights, told)
+        return cls(x, h, chosen.expert_ids, chosen.weights, told, record)
 
 
 @flax.struct.dataclass
@@ -76,11 +81,18 @@ def begin_chunk(setup, weights, state, tokens, count):
     return block, *_begin(setup, weights, state, block)
 
 
-def begin_round(setup, weights, draft, state):
-    """(tree, draft with the tree's rows in its cache, block, *`_begin`) of a round."""
+def draft(setup, weights, draft, state):
+    """(draft with the tree's rows in its cache, tree) of a round."""
     tree, state = stages.draft_tree(setup, weights, state.replace(draft=draft))
+    return state.draft, tree
+
+
+def begin_round(setup, nodes, weights, state, tree):
+    """(tree, block, *`_begin`) of a round that verifies `nodes` rows of the tree, or all."""
+    if nodes is not None:
+        tree = keep_best(tree, nodes)
     block = stages.tree_block(state, tree)
-    return tree, state.draft, block, *_begin(setup, weights, state, block)
+    return tree, block, *_begin(setup, weights, state, block)
 
 
 def begin_audit(setup, weights, state, tree, start):
@@ -95,19 +107,21 @@ def route(
     layer: int,
     selector: SelectorConfig,
     slots: int,
+    record: bool,
     params: dict,
     cache: LayerCache,
     x: Float[Array, "T D"],
     block: Block,
     view: LayerView,
     start: Int[Array, ""],
-    phat: Float[Array, "P"],
+    commitment: Commitment,
     slot_of: Int[Array, "E"],
 ) -> tuple[LayerCache, Routed]:
     """Attention, router and selection.
 
     Args:
       layer: any of the layer's kind.
+      record: keep what the router said.
       slot_of: of the layer's slots before its loads; an absent expert has the slot `slots`.
 
     Returns:
@@ -118,8 +132,11 @@ def route(
     x, h, logits, cache = model.apply(
         {"params": params}, x, block.positions, view, cache, start, method="route"
     )
-    chosen, counts = stages.choose_experts(setup, selector, block, phat, logits, slot_of < slots)
-    return cache, Routed.of(x, h, chosen, counts)
+    chosen, counts = stages.choose_experts(
+        setup, selector, block, commitment, logits, slot_of < slots
+    )
+    recorded = stages.layer_record(logits, chosen) if record else None
+    return cache, Routed.of(x, h, chosen, counts, recorded)
 
 
 def run_dense(setup, layer, params, cache, x, block, view, start):
@@ -174,37 +191,38 @@ def run_experts(
     return routed.x + combine(picks_TkD, routed.weights).astype(routed.x.dtype)
 
 
-def end_chunk(setup, weights, caches, draft, state, block, next_token, x, captured):
+def end_chunk(setup, sampling, weights, caches, draft, state, block, next_token, x, captured):
     """`finish_prefill` of a chunk."""
-    out = _forward(setup, weights, caches, x, captured, ())
-    return stages.finish_prefill(setup, weights, state.replace(draft=draft), block, next_token, out)
+    out = _forward(setup, weights, caches, x, captured)
+    state = state.replace(draft=draft)
+    return stages.finish_prefill(setup, weights, state, block, next_token, out, sampling)
 
 
-def end_step(setup, weights, caches, draft, state, x, captured, told):
+def end_step(setup, sampling, weights, caches, draft, state, x, captured, told, records):
     """`finish_step` of a plain row, and the counts."""
-    out = _forward(setup, weights, caches, x, captured, tuple(map(_counts, told)))
-    state = stages.finish_step(setup, weights, state.replace(draft=draft), out)
+    out = _forward(setup, weights, caches, x, captured, told, records)
+    state = stages.finish_step(setup, weights, state.replace(draft=draft), out, sampling)
     counts, _ = stages.stack_layers(out.moe)
     return state, counts
 
 
-def end_round(setup, weights, caches, draft, state, tree, x, captured, told):
+def end_round(setup, sampling, weights, caches, draft, state, tree, x, captured, told, records):
     """`finish_round`."""
-    out = _forward(setup, weights, caches, x, captured, tuple(map(_counts, told)))
-    return stages.finish_round(setup, weights, state.replace(draft=draft), tree, out)
+    out = _forward(setup, weights, caches, x, captured, told, records)
+    return stages.finish_round(setup, weights, state.replace(draft=draft), tree, out, sampling)
 
 
-def end_audit(setup, weights, caches, draft, state, done, saved, x, captured):
+def end_audit(setup, sampling, weights, caches, draft, state, done, saved, x, captured):
     """`finish_audit`."""
-    out = _forward(setup, weights, caches, x, captured, ())
-    return stages.finish_audit(setup, weights, state.replace(draft=draft), done, saved, out)
+    out = _forward(setup, weights, caches, x, captured)
+    state = state.replace(draft=draft)
+    return stages.finish_audit(setup, weights, state, done, saved, out, sampling)
 
 
-def _counts(told: Int[Array, "E+3"]) -> tuple[LayerCounts, None]:
-    """As `stages.stack_layers` takes them; nothing is recorded here."""
-    return LayerCounts(*told[-3:]), None
-
-
-def _forward(setup, weights, caches, x, captured, counts) -> decoder.Forward:
+def _forward(setup, weights, caches, x, captured, told=(), records=()) -> decoder.Forward:
+    """What follows the layers; `moe` is as `stages.stack_layers` takes it."""
+    infos = tuple(
+        (LayerCounts(*layer[-3:]), record) for layer, record in zip(told, records, strict=True)
+    )
     model = decoder.Decoder(setup.target)
-    return model.apply({"params": weights.target}, x, captured, caches, counts, method="finish")
+    return model.apply({"params": weights.target}, x, captured, caches, infos, method="finish")

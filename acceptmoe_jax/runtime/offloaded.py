@@ -32,7 +32,8 @@ from acceptmoe_jax.runtime import layerwise, stages
 from acceptmoe_jax.runtime.compiled import CompiledPrograms
 from acceptmoe_jax.runtime.layer_forward import LayerForward
 from acceptmoe_jax.runtime.state import Audit, DecodeState, LayerCounts, Round, Setup, Weights
-from acceptmoe_jax.selection import SelectorConfig
+from acceptmoe_jax.selection import Commitment, SelectorConfig
+from acceptmoe_jax.speculation import GREEDY, DraftTree, SamplingConfig
 from pallas_kernels.masked_expert_gemm import ExpertBank
 
 Compute = Callable[..., None]  # (experts, bank, *, last)
@@ -104,42 +105,74 @@ class OffloadedRunner:
         if is_consumed(self._stream):
             self._stream = self._empty_pool(GROUP)
 
-    def prefill(self, state: DecodeState, tokens, count, next_token) -> DecodeState:
+    def prefill(
+        self, state: DecodeState, tokens, count, next_token, sampling: SamplingConfig = GREEDY
+    ) -> DecodeState:
         """See `programs.prefill_chunk`; streams."""
         block, x, views = self._begin(layerwise.begin_chunk, _without_draft(state), tokens, count)
         forward = LayerForward(self, state, block, views, self.setup.native(), streams=True)
-        x, captured, _ = forward.run(x)
+        x, captured, *_ = forward.run(x)
         args = (block, next_token, x, captured)
-        return self._end(layerwise.end_chunk, forward, state, state.draft, *args)
+        return self._end(layerwise.end_chunk, sampling, forward, state, state.draft, *args)
 
-    def step(self, state: DecodeState) -> tuple[DecodeState, LayerCounts]:
+    def step(
+        self, state: DecodeState, sampling: SamplingConfig = GREEDY
+    ) -> tuple[DecodeState, LayerCounts]:
         """See `programs.autoregressive_step`."""
         row = (state.last_token[None], jnp.int32(1))
         block, x, views = self._begin(layerwise.begin_chunk, _without_draft(state), *row)
         forward = LayerForward(self, state, block, views, self.setup.native())
-        return self._end(layerwise.end_step, forward, state, state.draft, *forward.run(x))
+        args = forward.run(x)
+        return self._end(layerwise.end_step, sampling, forward, state, state.draft, *args)
 
     def round(
-        self, state: DecodeState, phat: jax.Array, selector: SelectorConfig, record: bool = False
+        self,
+        state: DecodeState,
+        commitment: Commitment,
+        selector: SelectorConfig,
+        sampling: SamplingConfig = GREEDY,
+        record: bool = False,
     ) -> tuple[DecodeState, Round]:
         """See `programs.speculative_round`; pruning sees the residency before a layer's loads."""
-        tree, draft, block, x, views = self._begin(
-            layerwise.begin_round, state.draft, _without_draft(state), donate=(1,)
-        )
-        forward = LayerForward(self, state, block, views, selector, phat=phat)
-        return self._end(layerwise.end_round, forward, state, draft, tree, *forward.run(x))
+        state, tree = self.draft(state)
+        return self.verify(state, tree, commitment, selector, sampling, None, record)
 
-    def audit(self, state: DecodeState, done: Round) -> tuple[DecodeState, Audit]:
+    def draft(self, state: DecodeState) -> tuple[DecodeState, DraftTree]:
+        """See `programs.draft`."""
+        draft, tree = self._begin(layerwise.draft, state.draft, _without_draft(state), donate=(1,))
+        return state.replace(draft=draft), tree
+
+    def verify(
+        self,
+        state: DecodeState,
+        tree: DraftTree,
+        commitment: Commitment,
+        selector: SelectorConfig,
+        sampling: SamplingConfig,
+        nodes: int | None,
+        record: bool = False,
+    ) -> tuple[DecodeState, Round]:
+        """See `programs.verify`."""
+        tree, block, x, views = self._begin(
+            layerwise.begin_round, _without_draft(state), tree, static=(nodes,)
+        )
+        forward = LayerForward(self, state, block, views, selector, commitment, record=record)
+        args = (tree, *forward.run(x))
+        return self._end(layerwise.end_round, sampling, forward, state, state.draft, *args)
+
+    def audit(
+        self, state: DecodeState, done: Round, sampling: SamplingConfig = GREEDY
+    ) -> tuple[DecodeState, Audit]:
         """See `programs.audit_round`; the tables do not notice."""
-        saved = self._program(stages.accepted_rows, state.caches, done)
+        saved = self._program(stages.accepted_rows, (), state.caches, done)
         block, x, views = self._begin(
             layerwise.begin_audit, _without_draft(state), done.tree, done.start
         )
         before = stages.before_round(state, done)
         forward = LayerForward(self, before, block, views, self.setup.native(), streams=True)
-        x, captured, _ = forward.run(x)
+        x, captured, *_ = forward.run(x)
         args = (done, saved, x, captured)
-        return self._end(layerwise.end_audit, forward, state, state.draft, *args)
+        return self._end(layerwise.end_audit, sampling, forward, state, state.draft, *args)
 
     def stream(self, layer: int, experts: Sequence[int], compute: Compute) -> None:
         """Computes experts of a layer by way of the stream's buffer, resident ones in place.
@@ -196,21 +229,24 @@ class OffloadedRunner:
     def _empty_pool(self, slots: int) -> ExpertBank:
         return empty_pool(self.store.layout, slots, self.setup.target.num_experts)
 
-    def _begin(self, function, *args, donate: tuple[int, ...] = ()) -> Any:
-        return self._program(function, self._ends, *args, donate=donate)
+    def _begin(self, function, *args, static: tuple = (), donate: tuple[int, ...] = ()) -> Any:
+        return self._program(function, static, self._ends, *args, donate=donate)
 
-    def _end(self, function, forward: LayerForward, state: DecodeState, draft, *args) -> Any:
+    def _end(
+        self, function, sampling, forward: LayerForward, state: DecodeState, draft, *args
+    ) -> Any:
         """What follows the last layer consumes the caches and what the head carries."""
         rest = state.replace(caches=(), draft=None)
-        caches = tuple(forward.caches)
-        return self._program(function, self._ends, caches, draft, rest, *args, donate=(1, 2))
+        args = (self._ends, tuple(forward.caches), draft, rest, *args)
+        return self._program(function, (sampling,), *args, donate=(1, 2))
 
-    def _program(self, function, *args, donate: tuple[int, ...] = ()) -> Any:
+    def _program(self, function, static: tuple, *args, donate: tuple[int, ...] = ()) -> Any:
         """A program at an end of a forward, keyed by the shapes of what it is given."""
         leaves, structure = jax.tree.flatten(args[1:])
         shapes = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
-        bound = functools.partial(function, self.setup)
-        return self.compiled.run((function, structure, shapes), bound, *args, donate=donate)
+        bound = functools.partial(function, self.setup, *static)
+        key = (function, static, structure, shapes)
+        return self.compiled.run(key, bound, *args, donate=donate)
 
 
 class _Pipeline:

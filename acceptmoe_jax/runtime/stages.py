@@ -12,6 +12,7 @@ import dataclasses
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from acceptmoe_jax.models import decoder
@@ -27,18 +28,28 @@ from acceptmoe_jax.runtime.state import (
     Setup,
     Weights,
 )
-from acceptmoe_jax.selection import SelectionResult, SelectorConfig
+from acceptmoe_jax.selection import (
+    Commitment,
+    SelectionResult,
+    SelectorConfig,
+    node_commitment,
+)
 from acceptmoe_jax.speculation import (
     DraftTree,
-    accept_greedy,
+    SamplingConfig,
     block_mask,
     compact,
     grow,
     positions,
+    sample_token,
 )
+from acceptmoe_jax.speculation.sampling import accept
 from pallas_kernels.commitment_select import commitment_select
 
 Caches = tuple[LayerCache, ...]
+
+# For policies that do not weigh nodes.
+NO_COMMITMENT = Commitment(np.ones(1, np.float32))
 
 
 @flax.struct.dataclass
@@ -49,6 +60,7 @@ class Block:
       positions: rotary positions.
       mask: which cache rows each row sees, windows aside.
       depth, valid: as `select` reads them; all at depth 0 outside a tree.
+      score: path log-probability of each node; 0 outside a tree.
     """
 
     tokens: Int[Array, "T"]
@@ -56,6 +68,7 @@ class Block:
     mask: Bool[Array, "T S"]
     depth: Int[Array, "T"]
     valid: Bool[Array, "T"]
+    score: Float[Array, "T"]
 
 
 def chunk_block(state: DecodeState, tokens: Int[Array, "T"], count: Int[Array, ""]) -> Block:
@@ -66,7 +79,8 @@ def chunk_block(state: DecodeState, tokens: Int[Array, "T"], count: Int[Array, "
         positions=state.length + place,
         mask=causal_mask(state.length, tokens.shape[0], _cache_rows(state)),
         depth=jnp.zeros(tokens.shape[0], jnp.int32),
-        valid=place < count,
+        valid=(place < count) & state.active,
+        score=jnp.zeros(tokens.shape[0]),
     )
 
 
@@ -77,7 +91,8 @@ def tree_block(state: DecodeState, tree: DraftTree) -> Block:
         positions=positions(tree, state.length),
         mask=block_mask(tree, state.length, _cache_rows(state)),
         depth=tree.depth,
-        valid=tree.valid,
+        valid=tree.valid & state.active,
+        score=tree.score,
     )
 
 
@@ -85,20 +100,24 @@ def choose_experts(
     setup: Setup,
     selector: SelectorConfig,
     block: Block,
-    phat: Float[Array, "P"],
+    commitment: Commitment,
     logits: Float[Array, "T E"],
     resident: Bool[Array, "E"] | None = None,
     override: Bool[Array, "E"] | None = None,
 ) -> tuple[SelectionResult, LayerCounts]:
     """Selects a layer's experts; weights of padded rows are 0."""
     use = setup.implementations
+    path_phat = None
+    if selector.weighs_paths:
+        path_phat = node_commitment(commitment, block.depth, block.score)
     chosen = commitment_select(
         logits,
         block.depth,
         block.valid,
-        phat,
+        commitment.phat,
         resident,
         config=selector,
+        path_phat=path_phat,
         eligible_override=override,
         # A chunk of a prompt has more rows than the kernel holds, and selects nothing.
         implementation=use.selection if len(block.tokens) <= setup.tree.nodes else "reference",
@@ -119,31 +138,40 @@ def finish_prefill(
     block: Block,
     next_token: Int[Array, ""],
     out: decoder.Forward,
+    sampling: SamplingConfig,
 ) -> DecodeState:
     """The state after a chunk.
 
     Args:
       next_token: the prompt's token after this chunk, or -1 after the last chunk, where the
-        target's greedy choice follows.
+        target's own choice follows.
       out: of the target over the block.
     """
     count = jnp.sum(block.valid, dtype=jnp.int32)
     logits = unembed(setup, weights, out.hidden[count - 1])
-    following = jnp.where(next_token < 0, jnp.argmax(logits), next_token).astype(jnp.int32)
+    choice = sample_token(logits, sampling, _key_at(state, state.length + count - 1))
+    following = jnp.where(next_token < 0, choice, next_token).astype(jnp.int32)
     draft = state.draft
     if draft is not None:
         last = jnp.arange(len(block.tokens)) == count - 1
         shifted = jnp.where(last, following, jnp.roll(block.tokens, -1))
         draft = _draft_extend(setup, weights, draft, state.length, shifted, out.captured, count)
-    return DecodeState(out.caches, state.length + count, following, draft)
+    return state.replace(
+        caches=out.caches, length=state.length + count, last_token=following, draft=draft
+    )
 
 
 def finish_step(
-    setup: Setup, weights: Weights, state: DecodeState, out: decoder.Forward
+    setup: Setup,
+    weights: Weights,
+    state: DecodeState,
+    out: decoder.Forward,
+    sampling: SamplingConfig,
 ) -> DecodeState:
-    """The state after one plain row: the greedy choice is the last token; the head rests."""
-    token = jnp.argmax(unembed(setup, weights, out.hidden[0])).astype(jnp.int32)
-    return DecodeState(out.caches, state.length + 1, token, state.draft)
+    """The state after one plain row, whose choice is the last token; the head rests."""
+    logits = unembed(setup, weights, out.hidden[0])
+    token = sample_token(logits, sampling, _key_at(state, state.length))
+    return state.replace(caches=out.caches, length=state.length + state.active, last_token=token)
 
 
 def draft_tree(setup: Setup, weights: Weights, state: DecodeState) -> tuple[DraftTree, DecodeState]:
@@ -162,20 +190,25 @@ def draft_tree(setup: Setup, weights: Weights, state: DecodeState) -> tuple[Draf
 
 
 def finish_round(
-    setup: Setup, weights: Weights, state: DecodeState, tree: DraftTree, out: decoder.Forward
+    setup: Setup,
+    weights: Weights,
+    state: DecodeState,
+    tree: DraftTree,
+    out: decoder.Forward,
+    sampling: SamplingConfig,
 ) -> tuple[DecodeState, Round]:
     """Accept, compact, draft-extend.
 
     Args:
       state: as `draft_tree` returned it.
+      tree: what was verified.
       out: of the target over the tree; `moe` holds the layers' counts and records.
     """
     start = state.length
     with jax.named_scope("verify"):
         logits = unembed(setup, weights, out.hidden)
     with jax.named_scope("accept"):
-        argmax = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        accepted = accept_greedy(tree, argmax, setup.tree.max_accepted)
+        accepted = _accept(setup, state, tree, logits, sampling)
         caches = compact(out.caches, accepted.rows, accepted.length, start)
     with jax.named_scope("draft_extend"):
         draft = _draft_extend(
@@ -187,7 +220,8 @@ def finish_round(
             out.captured[accepted.rows],
             accepted.length,
         )
-    state = DecodeState(caches, start + accepted.length, accepted.bonus, draft)
+    length = start + jnp.where(state.active, accepted.length, 0)
+    state = state.replace(caches=caches, length=length, last_token=accepted.bonus, draft=draft)
     return state, Round(tree, accepted, start, logits[accepted.rows], *stack_layers(out.moe))
 
 
@@ -211,6 +245,7 @@ def finish_audit(
     done: Round,
     saved: Caches,
     out: decoder.Forward,
+    sampling: SamplingConfig,
 ) -> tuple[DecodeState, Audit]:
     """Compares `done` with a native forward over its tree; the state stays as it is.
 
@@ -224,12 +259,16 @@ def finish_audit(
         saved,
     )
     counted = jnp.arange(setup.tree.max_accepted) < done.acceptance.length
-    native = unembed(setup, weights, out.hidden)[done.acceptance.rows]
+    logits = unembed(setup, weights, out.hidden)
+    natural = _accept(setup, before_round(state, done), done.tree, logits, sampling)
+    native = logits[done.acceptance.rows]
     same = jnp.argmax(native, axis=-1) == jnp.argmax(done.logits, axis=-1)
     native_logp = jax.nn.log_softmax(native)
     kl = jnp.sum(jnp.exp(native_logp) * (native_logp - jax.nn.log_softmax(done.logits)), axis=-1)
     return state.replace(caches=caches), Audit(
-        agreeing=jnp.sum(same & counted, dtype=jnp.int32), kl=jnp.sum(jnp.where(counted, kl, 0))
+        agreeing=jnp.sum(same & counted, dtype=jnp.int32),
+        kl=jnp.sum(jnp.where(counted, kl, 0)),
+        natural_length=natural.length,
     )
 
 
@@ -250,6 +289,17 @@ def unembed(setup: Setup, weights: Weights, hidden: Float[Array, "... D"]) -> Fl
     """The target's float32 logits of rows that passed its final norm."""
     model = decoder.Decoder(setup.target)
     return model.apply({"params": weights.target}, hidden, method="unembed")
+
+
+def _accept(setup, state, tree, logits, sampling):
+    """What the target emits of a tree whose root has the row `state.length`."""
+    key = _key_at(state, state.length)
+    return accept(tree, logits, sampling, key, setup.tree.max_accepted)
+
+
+def _key_at(state, row):
+    """The key of what is drawn from a cache row's logits, and from those of the tree behind it."""
+    return jax.random.fold_in(state.key, row)
 
 
 def _cache_rows(state: DecodeState) -> int:

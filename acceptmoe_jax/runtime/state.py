@@ -9,8 +9,9 @@ import dataclasses
 from typing import Any
 
 import flax.struct
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from acceptmoe_jax.models import decoder
 from acceptmoe_jax.models.attention import LayerCache, empty_cache
@@ -67,12 +68,23 @@ class DraftState:
 
 @flax.struct.dataclass
 class DecodeState:
-    """One sequence between two rounds."""
+    """One sequence between two rounds. A batch has an axis B in front of every leaf.
+
+    Attributes:
+      length: rows in the caches.
+      last_token: committed, but not in the caches yet.
+      key: of the sequence's draws; what is drawn from the row at position p uses
+        `fold_in(key, p)`, so a sequence does not depend on what runs beside it.
+      active: whether it decodes. Rows of a sequence that does not are padding, and its caches
+        stay as long as they are.
+    """
 
     caches: tuple[LayerCache, ...]
-    length: Int[Array, ""]  # rows in the caches
-    last_token: Int[Array, ""]  # committed, but not in the caches yet
+    length: Int[Array, ""]
+    last_token: Int[Array, ""]
     draft: DraftState | None
+    key: PRNGKeyArray
+    active: Bool[Array, ""]
 
 
 @flax.struct.dataclass
@@ -111,10 +123,13 @@ class Audit:
 
     agreeing: Int[Array, ""]  # rows whose argmax is the same
     kl: Float[Array, ""]  # KL(native || restricted), nats, summed over the rows
+    natural_length: Int[Array, ""]  # accepted length that native routing would have had
 
 
-def empty_state(setup: Setup, rows: int, dtype: jnp.dtype) -> DecodeState:
-    """A state with nothing committed and caches of `rows` positions."""
+def empty_state(
+    setup: Setup, rows: int, dtype: jnp.dtype, key: PRNGKeyArray | None = None
+) -> DecodeState:
+    """A state with nothing committed, of caches of `rows` positions; only draws read its key."""
     draft = None
     if setup.head is not None:
         width = setup.tree.top_k
@@ -129,4 +144,6 @@ def empty_state(setup: Setup, rows: int, dtype: jnp.dtype) -> DecodeState:
         length=jnp.int32(0),
         last_token=jnp.int32(0),
         draft=draft,
+        key=jax.random.key(0) if key is None else key,
+        active=jnp.bool_(True),
     )

@@ -20,6 +20,9 @@ class DecodeStatistics:
       natural_union, eligible, used: set sizes of each MoE layer, summed over verifications.
       audited_rows, agreeing_rows, kl_sum: accepted rows compared with native routing, those of the
         same argmax, and the sum of their KL(native || restricted) in nats.
+      audits, natural_rows: verifications audited, and the tokens that native routing would have
+        accepted of their trees.
+      fallback_verifications: that ran natively because audits had found too much disagreement.
       decode_seconds: wall time of the verifications, from dispatch until their tokens are on the
         host; neither prefill, compilation nor audits.
       prefill_seconds, compile_seconds: those two, apart.
@@ -33,6 +36,9 @@ class DecodeStatistics:
     audited_rows: int = 0
     agreeing_rows: int = 0
     kl_sum: float = 0.0
+    audits: int = 0
+    natural_rows: int = 0
+    fallback_verifications: int = 0
     decode_seconds: float = 0.0
     prefill_seconds: float = 0.0
     compile_seconds: float = 0.0
@@ -63,8 +69,10 @@ class DecodeStatistics:
         self.decode_seconds += seconds
         self.loads += loads
 
-    def add_audit(self, rows: int, agreeing: int, kl: float) -> None:
-        """Adds the comparison of one verification with native routing."""
+    def add_audit(self, rows: int, agreeing: int, kl: float, natural: int) -> None:
+        """Adds the comparison of one verification with native routing, which accepts `natural`."""
+        self.audits += 1
+        self.natural_rows += natural
         self.audited_rows += rows
         self.agreeing_rows += agreeing
         self.kl_sum += kl
@@ -113,8 +121,16 @@ def summarise(statistics: Sequence[DecodeStatistics], tokens: int) -> dict[str, 
         "used": per_layer("used"),
         "agreement_with_native": _ratio(sum(s.agreeing_rows for s in statistics), rows),
         "kl_on_accepted_rows": _ratio(sum(s.kl_sum for s in statistics), rows),
-        "verifications": verifications,
+        "differing_tokens": rows - sum(s.agreeing_rows for s in statistics) if rows else None,
+        "natural_accepted_length": _ratio(
+            sum(s.natural_rows for s in statistics), sum(s.audits for s in statistics)
+        ),
         "audited_rows": rows,
+        "fallback_share": _ratio(sum(s.fallback_verifications for s in statistics), verifications),
+        "verifications": verifications,
+        "verified_nodes": _ratio(
+            sum(int(s.nodes_by_depth.sum()) for s in statistics), verifications
+        ),
         "prefill_seconds": sum(s.prefill_seconds for s in statistics),
         "compile_seconds": sum(s.compile_seconds for s in statistics),
     } | _traffic(statistics, decoded, seconds)

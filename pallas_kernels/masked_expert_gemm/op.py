@@ -1,9 +1,12 @@
 """The public function of masked_expert_gemm."""
 
+import functools
+
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.masked_expert_gemm.activation import GatedActivation
 from pallas_kernels.masked_expert_gemm.bank import ExpertBank
+from pallas_kernels.masked_expert_gemm.batching import batched
 from pallas_kernels.masked_expert_gemm.blocks import blocks
 from pallas_kernels.masked_expert_gemm.mosaic import mosaic, mosaic_wgmma
 from pallas_kernels.masked_expert_gemm.ref import combine, reference
@@ -29,7 +32,8 @@ def masked_expert_gemm(
 ) -> Float[Array, "T D"]:
     """`y_t = sum_i w[t,i] * (down_e activation(gate_e x_t, up_e x_t))`, with `e = expert_ids[t,i]`.
 
-    Each of the three products adds the expert's bias where the bank has one.
+    Each of the three products adds the expert's bias where the bank has one. Under `jax.vmap` the
+    rows of all requests share each expert's weights (see `batching`).
 
     Args:
       x_TD: rows of the block.
@@ -85,9 +89,11 @@ def expert_picks(
     Returns:
       The outputs; where a pick's weight is 0, anything, even NaN.
     """
-    arguments = (x_TD, bank, expert_ids_Tk, weights_Tk, used_ids_E, used_count, activation)
     if implementation in _PLAIN:
-        return _PLAIN[implementation](*arguments)
-    if implementation in _KERNELS:
-        return _KERNELS[implementation](*arguments, interpret=interpret)
-    raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
+        run = functools.partial(_PLAIN[implementation], activation=activation)
+    elif implementation in _KERNELS:
+        run = _KERNELS[implementation]
+        run = functools.partial(run, activation=activation, interpret=interpret)
+    else:
+        raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
+    return batched(run)(x_TD, bank, expert_ids_Tk, weights_Tk, used_ids_E, used_count)
