@@ -16,7 +16,7 @@ from tests.selection_blocks import block, mask_of, members
 
 _TRUNCATE = dict(policy="moe_spec", budget=6, moe_spec_mode="truncate")
 
-# Every policy, ablation and size rule; the last two meet k = 1 and other exponents.
+# Every policy, ablation and size rule; two meet k = 1 and other exponents.
 CONFIGS = {
     "native": SelectorConfig(policy="native", top_k=3),
     "native_not_normalised": SelectorConfig(policy="native", top_k=3, norm_topk_prob=False),
@@ -43,6 +43,14 @@ CONFIGS = {
     ),
     "one_expert_a_token": SelectorConfig(top_k=1),
     "other_exponents": SelectorConfig(top_k=3, beta=0.7, gamma=0.0),
+    "admission": SelectorConfig(top_k=3, admit=2),
+    "path_and_admission": SelectorConfig(
+        top_k=3, path=True, beta=0.7, admit=1, protect_anchor=False, norm_topk_prob=False
+    ),
+    "cache_conditional": SelectorConfig(policy="cache_conditional", top_k=3, cache_bias=0.3),
+    "cache_conditional_not_normalised": SelectorConfig(
+        policy="cache_conditional", top_k=3, cache_bias=0.3, cache_keep=0, norm_topk_prob=False
+    ),
 }
 
 
@@ -50,12 +58,16 @@ def blocks() -> tuple[np.ndarray, ...]:
     """A batch of blocks of one shape, stacked: what may differ from block to block, edges included.
 
     The first 14 are one block whose experts are rolled around, so that each of them is in turn
-    anchor, pruned, kept and left out: a mask's entry that were never written would show.
+    anchor, pruned, kept, left out and let back in: a mask's entry that were never written would
+    show.
     """
     nothing, everything = np.zeros(14, bool), np.ones(14, bool)
     base = block(17, padded=2)
-    unloaded = _changed(base, resident=nothing)
-    cases = [_changed(unloaded, logits=np.roll(base[0], shift, axis=1)) for shift in range(14)]
+    resident = mask_of([7], 14)
+    cases = [
+        _changed(base, logits=np.roll(base[0], shift, axis=1), resident=np.roll(resident, shift))
+        for shift in range(14)
+    ]
     cases += [block(seed, padded=seed % 5) for seed in range(10, 18)]
     cases += [_changed(block(seed), resident=nothing) for seed in (20, 21)]
     cases.append(_changed(block(22), resident=everything))
@@ -98,6 +110,7 @@ def run(implementation: str, config: SelectorConfig, *, batched: bool = True):
             resident,
             config=config,
             eligible_override=override,
+            path_phat=_path_phat(depth, phat) if config.path else None,
             implementation=implementation,
             interpret=implementation != "reference",
         )
@@ -105,6 +118,11 @@ def run(implementation: str, config: SelectorConfig, *, batched: bool = True):
     # Compiling is most of a test's time, and there is nothing here for an optimiser to win.
     options = {"xla_backend_optimization_level": 0}
     return jax.jit(jax.vmap(one) if batched else one, compiler_options=options)
+
+
+def _path_phat(depth, phat):
+    """Of each node: its depth's, and less the later it comes."""
+    return phat[depth.clip(0, len(phat) - 1)] * 0.9 ** jnp.arange(len(depth))
 
 
 def assert_agree(ours, theirs):

@@ -13,7 +13,7 @@ import pytest
 
 from acceptmoe_jax.selection import SelectorConfig
 from pallas_kernels import compat
-from pallas_kernels.commitment_select import SHAPES, commitment_select
+from pallas_kernels.commitment_select import IMPLEMENTATIONS, SHAPES, commitment_select, supports
 from tests import commitment_select_parity as parity
 from tests.commitment_select_parity import CONFIGS
 from tests.selection_blocks import block, members
@@ -26,7 +26,7 @@ def test_every_policy_decides_and_weighs_as_select_does(name):
 
 def test_the_blocks_tell_an_unwritten_entry_from_a_written_one():
     # Where nothing is written the interpreter leaves NaN, the lowest integer, or False.
-    result = parity.run("reference", CONFIGS["acceptmoe"])(*parity.blocks())
+    result = parity.run("reference", CONFIGS["admission"])(*parity.blocks())
     for field in dataclasses.fields(result):
         values = np.asarray(getattr(result, field.name))
         written = values if values.dtype == bool else np.isfinite(values) & (values > -(2**31))
@@ -59,7 +59,7 @@ def test_every_named_shape_agrees_with_select(name):
     parity.check_shape("triton", name)
 
 
-@pytest.mark.parametrize("policy", ["native", "acceptmoe", "truncate"])
+@pytest.mark.parametrize("policy", ["native", "acceptmoe", "truncate", "cache_conditional"])
 def test_a_forced_set_replaces_the_eligible_one_and_nothing_before_it(policy):
     batch = parity.blocks()
     override = np.random.default_rng(1).random((len(batch[0]), 14)) < 0.6
@@ -108,6 +108,14 @@ def test_what_select_refuses_is_refused(implementation):
 def test_an_unknown_implementation_is_refused():
     with pytest.raises(ValueError, match="'cuda' is not one of"):
         commitment_select(*block(3), config=CONFIGS["native"], implementation="cuda")
+
+
+def test_an_implementation_refuses_a_policy_exactly_where_it_says_so():
+    for config in CONFIGS.values():
+        unsupported = [name for name in IMPLEMENTATIONS if not supports(config, name)]
+        assert unsupported == (["mosaic"] if config.policy == "cache_conditional" else [])
+    with pytest.raises(NotImplementedError, match="'mosaic' has no policy 'cache_conditional'"):
+        commitment_select(*block(3), config=CONFIGS["cache_conditional"], implementation="mosaic")
 
 
 def test_the_mosaic_kernel_is_refused_where_jax_cannot_compile_it(monkeypatch):

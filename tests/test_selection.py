@@ -296,6 +296,7 @@ def test_fields_have_their_documented_shapes_and_types_at_full_size(policy):
         "effective_rank_size": ((), i32),
         "eligible_before_pruning": ((128,), boolean),
         "rerouting_budget": ((), i32),
+        "admitted": ((128,), boolean),
         "pruned": ((128,), boolean),
         "eligible": ((128,), boolean),
         "expert_ids": ((64, 8), i32),

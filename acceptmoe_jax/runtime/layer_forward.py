@@ -94,7 +94,7 @@ class LayerForward:
                 )
                 told.append(routed.told)
                 records.append(routed.record)
-                x = self._experts_of(layer, routed)
+                x = self._experts_of(layer, routed.replace(record=None))
             if layer in setup.capture:
                 captured.append(x)
         return x, tuple(captured), tuple(told), tuple(records)

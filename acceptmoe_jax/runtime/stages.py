@@ -44,7 +44,7 @@ from acceptmoe_jax.speculation import (
     sample_token,
 )
 from acceptmoe_jax.speculation.sampling import accept
-from pallas_kernels.commitment_select import commitment_select
+from pallas_kernels.commitment_select import commitment_select, supports
 
 Caches = tuple[LayerCache, ...]
 
@@ -107,6 +107,10 @@ def choose_experts(
 ) -> tuple[SelectionResult, LayerCounts]:
     """Selects a layer's experts; weights of padded rows are 0."""
     use = setup.implementations
+    implementation = use.selection
+    # A chunk of a prompt has more rows than the kernel holds, and selects nothing.
+    if len(block.tokens) > setup.tree.nodes or not supports(selector, implementation):
+        implementation = "reference"
     path_phat = None
     if selector.weighs_paths:
         path_phat = node_commitment(commitment, block.depth, block.score)
@@ -119,8 +123,7 @@ def choose_experts(
         config=selector,
         path_phat=path_phat,
         eligible_override=override,
-        # A chunk of a prompt has more rows than the kernel holds, and selects nothing.
-        implementation=use.selection if len(block.tokens) <= setup.tree.nodes else "reference",
+        implementation=implementation,
         interpret=use.interpret,
     )
     chosen = dataclasses.replace(chosen, weights=jnp.where(block.valid[:, None], chosen.weights, 0))

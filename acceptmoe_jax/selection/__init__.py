@@ -11,13 +11,17 @@ from acceptmoe_jax.selection.demand import (
     descending_rank,
     entropy,
     expert_demand,
+    path_weights,
     residual_distribution,
     residual_size,
     router_mass,
     selected_experts,
 )
-from acceptmoe_jax.selection.eligible import anchored_set, displaced_assignments, prune
+from acceptmoe_jax.selection.eligible import admit, anchored_set, displaced_assignments, prune
+from acceptmoe_jax.selection.path_calibration import PathTable, fit_path_commitment
+from acceptmoe_jax.selection.path_commitment import Commitment, PathCommitment, node_commitment
 from acceptmoe_jax.selection.routing import (
+    cache_bonus,
     dispatch,
     dispatch_truncated,
     natural_routing,
@@ -27,10 +31,15 @@ from acceptmoe_jax.selection.selector import SelectionResult, policy_set, select
 
 __all__ = [
     "POLICIES",
+    "Commitment",
     "CommitmentTable",
+    "PathCommitment",
+    "PathTable",
     "SelectionResult",
     "SelectorConfig",
+    "admit",
     "anchored_set",
+    "cache_bonus",
     "commitment_weights",
     "config_hash",
     "descending_rank",
@@ -39,7 +48,10 @@ __all__ = [
     "displaced_assignments",
     "entropy",
     "expert_demand",
+    "fit_path_commitment",
     "natural_routing",
+    "node_commitment",
+    "path_weights",
     "policy_set",
     "prune",
     "residual_distribution",

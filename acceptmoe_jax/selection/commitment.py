@@ -12,8 +12,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from acceptmoe_jax import files
 from acceptmoe_jax.errors import UserError
+from acceptmoe_jax.selection.path_calibration import PathTable
+from acceptmoe_jax.selection.path_commitment import Commitment
 
 VERSION = 1
 PHAT_FLOOR = 1e-3
@@ -56,6 +60,7 @@ class CommitmentTable:
       data: the prompts that were decoded, in words.
       seed: of their choice.
       per_node: phat divides by the nodes of a depth instead of by the verifications.
+      path: rate of commitment by depth and path score; None where it was not calibrated.
       version: of the file format.
       source: the file it was loaded from, for messages; not saved and not compared.
     """
@@ -69,6 +74,7 @@ class CommitmentTable:
     data: str
     seed: int
     per_node: bool = False
+    path: PathTable | None = None
     version: int = VERSION
     source: str = dataclasses.field(default="commitment table", compare=False, repr=False)
 
@@ -85,6 +91,8 @@ class CommitmentTable:
             raise ValueError("reach must lie between 0 and nodes at every depth")
         if self.phat[0] != 1 or any(not 0 < p <= 1 for p in self.phat):
             raise ValueError("phat must lie in (0, 1] and start with 1")
+        if self.path is not None and len(self.path.knots) != len(self.phat):
+            raise ValueError("path must have one row a depth, as phat has one entry")
 
     @classmethod
     def from_counts(
@@ -98,31 +106,41 @@ class CommitmentTable:
         data: str,
         seed: int,
         per_node: bool = False,
+        path: PathTable | None = None,
     ) -> "CommitmentTable":
         """Estimates `phat[d] = reach[d] / verifications`, at least 1e-3.
 
         With `per_node` the divisor is `nodes[d]`: the probability of one node of that depth
         rather than of the depth's accepted position.
 
+        Args:
+          path: of the same verifications, from `fit_path_commitment`.
+
         Raises:
           ValueError: if the counts contradict each other.
         """
-        divisors = nodes if per_node else [verifications] * len(reach)
-        phat = tuple(
-            max(count / divisor, PHAT_FLOOR) if divisor else PHAT_FLOOR
-            for count, divisor in zip(reach, divisors)
-        )
         return cls(
             target_hash=target_hash,
             head_hash=head_hash,
-            phat=phat,
+            phat=_estimate(reach, nodes, verifications, per_node),
             reach=tuple(int(count) for count in reach),
             nodes=tuple(int(count) for count in nodes),
             verifications=int(verifications),
             data=data,
             seed=int(seed),
             per_node=per_node,
+            path=path,
         )
+
+    def with_per_node(self, per_node: bool) -> "CommitmentTable":
+        """The table with phat estimated anew from its own counts; see `from_counts`."""
+        phat = _estimate(self.reach, self.nodes, self.verifications, per_node)
+        return dataclasses.replace(self, phat=phat, per_node=per_node)
+
+    def commitment(self) -> Commitment:
+        """What a compiled step takes of the table."""
+        path = None if self.path is None else self.path.arrays()
+        return Commitment(jnp.array(self.phat, jnp.float32), path)
 
     @property
     def mean_accepted_length(self) -> float:
@@ -135,6 +153,8 @@ class CommitmentTable:
     def save(self, path: str | os.PathLike) -> None:
         """Writes the table as JSON, whole or not at all."""
         record = {name: getattr(self, name) for name in _FIELD_TYPES}
+        if self.path is not None:
+            record["path"] = dataclasses.asdict(self.path)
         files.write_json(path, {"version": self.version} | record)
 
     @classmethod
@@ -154,12 +174,12 @@ class CommitmentTable:
                 "measure it again with python -m experiments.calibrate"
             )
         raw.setdefault("per_node", False)
-        unknown = sorted(raw.keys() - _FIELD_TYPES.keys() - {"version"})
+        unknown = sorted(raw.keys() - _FIELD_TYPES.keys() - {"version", "path"})
         if unknown:
             raise UserError(f"{path} has unknown keys: {', '.join(unknown)}")
         values = {name: _read_field(path, raw, name, kind) for name, kind in _FIELD_TYPES.items()}
         try:
-            return cls(**values, source=str(path))
+            return cls(**values, path=_read_path(path, raw), source=str(path))
         except ValueError as error:
             raise UserError(f"{path} is not a valid commitment table: {error}") from None
 
@@ -181,6 +201,14 @@ class CommitmentTable:
                 f"{self.source} was measured with {' and '.join(differing)}; "
                 "measure it again with python -m experiments.calibrate"
             )
+
+
+def _estimate(reach, nodes, verifications, per_node):
+    divisors = nodes if per_node else [verifications] * len(reach)
+    return tuple(
+        max(count / divisor, PHAT_FLOOR) if divisor else PHAT_FLOOR
+        for count, divisor in zip(reach, divisors)
+    )
 
 
 # JSON type of each saved field; a tuple's entry is the type of its elements.
@@ -209,6 +237,23 @@ def _read_field(path, raw, name, kind):
     if not _is_a(value, kind):
         raise UserError(f"{path}: {name!r} must be of type {kind.__name__}")
     return value
+
+
+def _read_path(path, raw):
+    if "path" not in raw:
+        return None
+    record = raw["path"]
+    if not isinstance(record, dict) or record.keys() != {"knots", "rates"}:
+        raise UserError(f"{path}: 'path' must hold knots and rates")
+    if not all(
+        isinstance(rows, list)
+        and all(isinstance(row, list) and all(_is_a(x, float) for x in row) for row in rows)
+        for rows in record.values()
+    ):
+        raise UserError(f"{path}: 'path' must hold lists of numbers, one list a depth")
+    return PathTable(
+        **{name: tuple(tuple(map(float, row)) for row in rows) for name, rows in record.items()}
+    )
 
 
 def _is_a(value, kind):

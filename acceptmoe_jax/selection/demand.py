@@ -41,6 +41,18 @@ def commitment_weights(
     return jnp.where(valid, phat_T**beta * nodes_T**-gamma, 0.0)
 
 
+def path_weights(
+    path_phat: Float[Array, "T"], valid: Bool[Array, "T"], beta: float
+) -> Float[Array, "T"]:
+    """`alpha[t] = valid[t] * path_phat[t]^beta`: the rule of `SelectorConfig.path`.
+
+    There is no power of the number of nodes: a depth's nodes share its probability, so that
+    `phat^.5 N^-.5` of the depth rule is the square root of their average, and here each node has
+    its own. With `path_phat = phat[d] / N[d]` and beta = gamma the two rules are the same.
+    """
+    return jnp.where(valid, path_phat**beta, 0.0)
+
+
 def expert_demand(
     logits: Float[Array, "T E"],
     selected: Bool[Array, "T E"],

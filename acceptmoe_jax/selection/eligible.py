@@ -1,4 +1,4 @@
-"""The eligible set of a layer: the experts of a policy, then residency-aware pruning.
+"""The eligible set of a layer: the experts of a policy, then what residency adds and removes.
 
 A set is a mask, bool[E], so that shapes stay static whatever its size. Orders come from pairwise
 comparisons instead of sorts: at E = 128 that is one small elementwise block, and it fits a kernel.
@@ -34,6 +34,20 @@ def displaced_assignments(
 ) -> Int[Array, ""]:
     """`a(S) = sum of v outside S`: natural assignments that forming S already rerouted."""
     return jnp.where(eligible, 0, assignments).sum(dtype=jnp.int32)
+
+
+def admit(
+    eligible: Bool[Array, "E"],
+    resident: Bool[Array, "E"],
+    demand: Float[Array, "E"],
+    most: int,
+) -> Bool[Array, "E"]:
+    """`R`, the experts to let back in: at most `most` resident ones with demand outside the set.
+
+    Those of the largest demand (ties: lower index first). None of them needs a transfer.
+    """
+    outside = resident & ~eligible & (demand > 0)
+    return outside & (descending_rank(jnp.where(outside, demand, 0.0)) < most)
 
 
 def prune(

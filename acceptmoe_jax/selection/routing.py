@@ -22,18 +22,25 @@ def dispatch(
     valid: Bool[Array, "T"],
     top_k: int,
     norm_topk_prob: bool,
+    scores: Float[Array, "T E"] | None = None,
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"], Bool[Array, "T k"]]:
     """`idx, w = top_k(where(S', z, -inf), k)`: each row's best experts inside the eligible set.
 
     Without `norm_topk_prob` the softmax runs over the unmasked logits, so that a row whose
     natural experts are all eligible (the root, under an anchor) keeps its weights exactly.
 
+    Args:
+      scores: what experts are chosen by instead of the logits, which still weigh them.
+
     Returns:
       Expert ids (an arbitrary expert where a pick is not live), weights, and which picks are live.
     """
-    chosen, expert_ids = jax.lax.top_k(jnp.where(eligible, logits, -jnp.inf), top_k)
+    ranked = logits if scores is None else scores
+    chosen, expert_ids = jax.lax.top_k(jnp.where(eligible, ranked, -jnp.inf), top_k)
     # NaN of a row stays: it must reach the output and be seen, not become a 0.
     found = chosen != -jnp.inf
+    if scores is not None:
+        chosen = jnp.where(found, jnp.take_along_axis(logits, expert_ids, axis=-1), -jnp.inf)
     if norm_topk_prob:
         weights = jax.nn.softmax(chosen, axis=-1)
     else:
@@ -66,6 +73,23 @@ def dispatch_truncated(
         total = natural.sum(axis=-1, keepdims=True)
         weights *= total / jnp.where(kept > 0, kept, 1.0)
     return expert_ids, weights, live & kept_picks
+
+
+def cache_bonus(
+    logits: Float[Array, "T E"], valid: Bool[Array, "T"], bias: float
+) -> Float[Array, ""]:
+    """`bias` times the mean range (maximum - minimum) of the valid rows' finite logits.
+
+    Cache-conditional routing (arXiv 2412.00099) adds it to the logits of resident experts, with a
+    running average of the range over all tokens so far. Here it is this block's own mean, so that
+    routing needs no state: a simplification.
+    """
+    finite_TE = jnp.abs(logits) < jnp.inf
+    highest = jnp.where(finite_TE, logits, -jnp.inf).max(axis=1)
+    lowest = jnp.where(finite_TE, logits, jnp.inf).min(axis=1)
+    counted = valid & (highest > -jnp.inf)
+    total = jnp.where(counted, highest - lowest, 0.0).sum()
+    return bias * total / jnp.maximum(counted.sum(dtype=jnp.int32), 1)
 
 
 def used_experts(

@@ -1,6 +1,7 @@
 """`select`: from a block's router logits to its experts, in one pure function a layer.
 
-    natural routing -> demand -> set of the policy -> residency pruning -> routing inside the set
+    natural routing -> demand -> set of the policy -> residency: admission, pruning
+    -> routing inside the set
 
 Only target verification is restricted; prefill and the draft route naturally. The method is
 lossy: acceptance is exact for the restricted target, which is not the unrestricted one. With more
@@ -33,8 +34,10 @@ class SelectionResult:
       effective_rank_size: experts that this demand is worth by the config's size rule.
       eligible_before_pruning: S, the policy's set.
       rerouting_budget: a(S), natural assignments outside S; what pruning may displace again.
+      admitted: R, experts outside S let back in for being resident; pruning may displace what
+        they take back as well, so that at most 2 a(S) are displaced in the end.
       pruned: D, experts of S dropped for not being resident.
-      eligible: S' = S - D, or the override.
+      eligible: S' = S + R - D, or the override.
       expert_ids: the experts each row is dispatched to.
       weights: their combine weights; 0 for picks that go nowhere. Those of padded rows mean
         nothing: mask them by `valid` before running experts.
@@ -51,6 +54,7 @@ class SelectionResult:
     effective_rank_size: Int[Array, ""]
     eligible_before_pruning: Bool[Array, "E"]
     rerouting_budget: Int[Array, ""]
+    admitted: Bool[Array, "E"]
     pruned: Bool[Array, "E"]
     eligible: Bool[Array, "E"]
     expert_ids: Int[Array, "T k"]
@@ -68,6 +72,7 @@ def select(
     *,
     config: SelectorConfig,
     eligible_override: Bool[Array, "E"] | None = None,
+    path_phat: Float[Array, "T"] | None = None,
 ) -> SelectionResult:
     """Chooses a layer's experts for one verification block and routes its rows among them.
 
@@ -80,14 +85,18 @@ def select(
       phat: commitment probability by depth, from a `CommitmentTable`; a deeper node takes the
         last entry.
       resident: experts whose weights are on the device now, before this layer's loads; None where
-        all of them are, which prunes nothing.
+        all of them are, which prunes, admits and favours nothing.
       config: the policy.
       eligible_override: replaces S' by given data. All experts gives natural routing bit for bit
-        in the same compiled program; `eligible_before_pruning`, `rerouting_budget` and `pruned`
-        still say what the policy itself would have done.
+        in the same compiled program, "cache_conditional" favouring nothing there;
+        `eligible_before_pruning`, `rerouting_budget`, `admitted` and `pruned` still say what the
+        policy itself would have done.
+      path_phat: commitment probability of each node, from `node_commitment`; needed where
+        `config.weighs_paths` says so, and ignored elsewhere.
 
     Raises:
-      ValueError: if shapes disagree, or the layer has fewer experts than `config` needs.
+      ValueError: if shapes disagree, path_phat is missing, or the layer has fewer experts than
+        `config` needs.
     """
     logits = jnp.asarray(logits, jnp.float32)
     depth = jnp.asarray(depth, jnp.int32)
@@ -96,13 +105,19 @@ def select(
     resident = None if resident is None else jnp.asarray(resident, bool)
     if eligible_override is not None:
         eligible_override = jnp.asarray(eligible_override, bool)
-    _check_shapes(logits, depth, valid, phat, resident, eligible_override)
+    if not config.weighs_paths:
+        path_phat = None
+    elif path_phat is None:
+        raise ValueError("path_phat is needed where the config has path set")
+    else:
+        path_phat = jnp.asarray(path_phat, jnp.float32)
+    _check_shapes(logits, depth, valid, phat, resident, eligible_override, path_phat)
     num_experts = logits.shape[1]
     config.check_experts(num_experts)
 
     natural_ids = routing.natural_routing(logits, config.top_k)
     selected = demand_lib.selected_experts(natural_ids, valid, num_experts)
-    alpha = _node_weights(depth, valid, phat, config)
+    alpha = _node_weights(depth, valid, phat, path_phat, config)
     demand = demand_lib.expert_demand(logits, selected, alpha)
     assignments = selected.sum(axis=0, dtype=jnp.int32)
     anchor = selected[0] if config.anchor else jnp.zeros(num_experts, bool)
@@ -111,10 +126,16 @@ def select(
 
     before = policy_set(logits, valid, q, anchor, size, config)
     budget = eligible_lib.displaced_assignments(before, assignments)
-    pruned = _pruned(before, resident, anchor, demand, assignments, budget, config)
-    eligible = before & ~pruned if eligible_override is None else eligible_override
+    admitted = _admitted(before, resident, demand, config)
+    spendable = budget + eligible_lib.displaced_assignments(~admitted, assignments)
+    with_admitted = before | admitted
+    pruned = _pruned(with_admitted, resident, anchor, demand, assignments, spendable, config)
+    eligible = with_admitted & ~pruned
+    scores = _scores(logits, natural_ids, valid, resident, config)
+    if eligible_override is not None:
+        eligible, scores = eligible_override, None
 
-    expert_ids, weights, live = _route(logits, eligible, valid, config)
+    expert_ids, weights, live = _route(logits, scores, eligible, valid, config)
     used_ids, used_count = routing.used_experts(expert_ids, live, num_experts)
     return SelectionResult(
         natural_ids=natural_ids,
@@ -126,6 +147,7 @@ def select(
         effective_rank_size=size,
         eligible_before_pruning=before,
         rerouting_budget=budget,
+        admitted=admitted,
         pruned=pruned,
         eligible=eligible,
         expert_ids=expert_ids,
@@ -135,9 +157,11 @@ def select(
     )
 
 
-def _node_weights(depth, valid, phat, config):
+def _node_weights(depth, valid, phat, path_phat, config):
     if config.uniform:
         return valid.astype(jnp.float32)
+    if path_phat is not None:
+        return demand_lib.path_weights(path_phat, valid, config.beta)
     return demand_lib.commitment_weights(depth, valid, phat, config.beta, config.gamma)
 
 
@@ -157,7 +181,7 @@ def policy_set(
       anchor: experts that are always in the set of a policy that has an anchor.
       size: experts that q is worth.
     """
-    if config.policy == "native":
+    if config.policy in ("native", "cache_conditional"):
         return jnp.ones_like(anchor)
     if config.policy == "moe_spec":
         scores = demand_lib.router_mass(logits, valid)
@@ -166,6 +190,12 @@ def policy_set(
         size = config.budget - config.top_k if config.anchor else config.budget
     at_least = 0 if config.anchor else config.top_k
     return eligible_lib.anchored_set(q, anchor, size, at_least)
+
+
+def _admitted(before, resident, demand, config):
+    if resident is None or not config.admits:
+        return jnp.zeros_like(before)
+    return eligible_lib.admit(before, resident, demand, config.admit)
 
 
 def _pruned(before, resident, anchor, demand, assignments, budget, config):
@@ -177,7 +207,18 @@ def _pruned(before, resident, anchor, demand, assignments, budget, config):
     return eligible_lib.prune(before, removable, demand, assignments, budget, config.top_k)
 
 
-def _route(logits, eligible, valid, config):
+def _scores(logits, natural_ids, valid, resident, config):
+    """What cache-conditional routing ranks experts by; None for what the logits say."""
+    if resident is None or config.policy != "cache_conditional":
+        return None
+    best = natural_ids[:, : config.cache_keep]
+    # With the same bonus a row's best experts stay ahead of every other.
+    kept = demand_lib.selected_experts(best, jnp.ones_like(valid), logits.shape[1])
+    bonus = routing.cache_bonus(logits, valid, config.cache_bias)
+    return jnp.where(resident | kept, logits + bonus, logits)
+
+
+def _route(logits, scores, eligible, valid, config):
     if config.truncates:
         return routing.dispatch_truncated(
             logits,
@@ -187,10 +228,10 @@ def _route(logits, eligible, valid, config):
             config.norm_topk_prob,
             config.renormalize_truncated,
         )
-    return routing.dispatch(logits, eligible, valid, config.top_k, config.norm_topk_prob)
+    return routing.dispatch(logits, eligible, valid, config.top_k, config.norm_topk_prob, scores)
 
 
-def _check_shapes(logits, depth, valid, phat, resident, eligible_override):
+def _check_shapes(logits, depth, valid, phat, resident, eligible_override, path_phat):
     if logits.ndim != 2 or logits.shape[0] == 0:
         raise ValueError(
             f"logits must be [T, E] with T >= 1, got {logits.shape}; vmap over a batch"
@@ -201,6 +242,7 @@ def _check_shapes(logits, depth, valid, phat, resident, eligible_override):
         ("valid", valid, (rows,)),
         ("resident", resident, (experts,)),
         ("eligible_override", eligible_override, (experts,)),
+        ("path_phat", path_phat, (rows,)),
     ):
         if array is not None and array.shape != shape:
             raise ValueError(f"{name} must have shape {shape}, got {array.shape}")

@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from acceptmoe_jax.selection import SelectorConfig
 from pallas_kernels.case import KernelCase
-from pallas_kernels.commitment_select.op import KERNELS, commitment_select
+from pallas_kernels.commitment_select.op import KERNELS, commitment_select, supports
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +47,13 @@ CONFIGS = {
     ),
     "/not_renormalised": functools.partial(SelectorConfig, norm_topk_prob=False),
     "/mass": functools.partial(SelectorConfig, size_rule="mass"),
+    "/path_admit": functools.partial(SelectorConfig, path=True, admit=8),
+    "/cache_conditional": functools.partial(SelectorConfig, policy="cache_conditional"),
 }
 
 
 def abstract_arguments(shape: SelectionShape) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Logits, depth, valid, phat and resident, as `commitment_select` takes them."""
+    """Logits, depth, valid, phat and resident, as `commitment_select` takes them by position."""
     return tuple(
         jax.ShapeDtypeStruct(axes, dtype)
         for axes, dtype in (
@@ -91,23 +93,34 @@ def kernel_cases(implementation: str) -> list[KernelCase]:
     if implementation not in KERNELS:
         return []
     cases = [(name, "") for name in SHAPES]
-    cases += [(next(iter(SHAPES)), suffix) for suffix in CONFIGS if suffix]
+    first = next(iter(SHAPES))
+    cases += [
+        (first, suffix)
+        for suffix, config in CONFIGS.items()
+        if suffix and supports(config(top_k=SHAPES[first].top_k), implementation)
+    ]
     return [_case(implementation, name, suffix) for name, suffix in cases]
+
+
+def _by_position(*arguments, **settings):
+    """`commitment_select` of its arguments by position, and then path_phat or nothing."""
+    arguments, path_phat = arguments[:5], arguments[5:]
+    return commitment_select(*arguments, path_phat=path_phat[0] if path_phat else None, **settings)
 
 
 def _case(implementation, name, suffix):
     shape = SHAPES[name]
+    config = CONFIGS[suffix](top_k=shape.top_k)
+    arguments = abstract_arguments(shape)
+    if config.weighs_paths:
+        arguments += (jax.ShapeDtypeStruct((shape.rows,), jnp.float32),)
     return KernelCase(
         op="commitment_select",
         implementation=implementation,
         shape=name + suffix,
         dtype="float32",
-        function=functools.partial(
-            commitment_select,
-            config=CONFIGS[suffix](top_k=shape.top_k),
-            implementation=implementation,
-        ),
-        arguments=abstract_arguments(shape),
+        function=functools.partial(_by_position, config=config, implementation=implementation),
+        arguments=arguments,
         bytes=moved_bytes(shape),
         everyday=name in EVERYDAY and not suffix,
     )

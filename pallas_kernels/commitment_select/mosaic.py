@@ -23,12 +23,13 @@ def mosaic(
     phat: Float[Array, "P"],
     resident: Bool[Array, "E"] | None,
     eligible_override: Bool[Array, "E"] | None,
+    path_phat: Float[Array, "T"] | None,
     config: SelectorConfig,
     interpret: bool,
 ) -> SelectionResult:
     """See `commitment_select`. Where rows and experts are no multiples of 64, XLA pads and cuts."""
     require_mosaic("mosaic")
-    arguments = (logits, depth, valid, phat, resident, eligible_override)
+    arguments = (logits, depth, valid, phat, resident, eligible_override, path_phat)
     select = functools.partial(reference, config=config)
     results = jax.eval_shape(select, *arguments)
     rows, experts = logits.shape
@@ -39,8 +40,8 @@ def mosaic(
         else jnp.pad(array, [padding[axis] for axis in axes], constant_values=nothing)
         for array, axes, nothing in zip(
             arguments,
-            ("TE", "T", "T", "P", "E", "E"),
-            (-jnp.inf, 0, False, 0, True, False),
+            ("TE", "T", "T", "P", "E", "E", "T"),
+            (-jnp.inf, 0, False, 0, True, False, 0),
         )
     ]
     out = _launch(

@@ -33,13 +33,13 @@ def kernel(refs, out, scratch, *, config, num_experts):
     """Writes all of `out`.
 
     Args:
-      refs: logits, -inf where they are padding, depth, valid, phat, resident and override; masks
-        are int8, rows whole tiles, and the last two refs may be None.
+      refs: logits, -inf where they are padding, depth, valid, phat, resident, override and
+        path_phat; masks are int8, rows whole tiles, and the last three refs may be None.
       out: a `SelectionResult` of refs, masks being int8.
       scratch: [E] of float32 and [E] of int32 in shared memory.
       num_experts: how many of the E are no padding.
     """
-    logits_ref, _, _, _, resident_ref, override_ref = refs
+    logits_ref, _, _, _, resident_ref, override_ref, _ = refs
     experts = _Experts(logits_ref.shape[1], *scratch)
     blocks = [_Block(first, refs, experts) for first in range(0, logits_ref.shape[0], ROWS)]
 
@@ -70,13 +70,21 @@ def kernel(refs, out, scratch, *, config, num_experts):
     size = _residual_size(experts, q, entropy, config)
     before = _policy_set(experts, scores, q, anchor, size, config)
     budget = selection.displaced_assignments(before, assignments)
-    pruned = experts.full(0) > 0
+    admitted = pruned = experts.full(0) > 0
+    if resident_ref is not None and config.admits:
+        outside = (experts.load(resident_ref) != 0) & ~before & (demand > 0)
+        rank = experts.descending_rank(jnp.where(outside, demand, 0.0))
+        admitted = outside & (rank < config.admit)
+    with_admitted = before | admitted
     if resident_ref is not None and config.prunes:
         removable = before & (experts.load(resident_ref) == 0)
         if config.protect_anchor:
             removable &= ~anchor
-        pruned = _pruned(experts, before, removable, demand, assignments, budget, config.top_k)
-    eligible = before & ~pruned
+        spendable = budget + selection.displaced_assignments(~admitted, assignments)
+        pruned = _pruned(
+            experts, with_admitted, removable, demand, assignments, spendable, config.top_k
+        )
+    eligible = with_admitted & ~pruned
     if override_ref is not None:
         eligible = experts.load(override_ref) != 0
 
@@ -85,6 +93,7 @@ def kernel(refs, out, scratch, *, config, num_experts):
         (out.assignments, assignments),
         (out.anchor, anchor),
         (out.eligible_before_pruning, before),
+        (out.admitted, admitted),
         (out.pruned, pruned),
         (out.eligible, eligible),
     ):
@@ -188,7 +197,8 @@ class _Block:
     def __init__(self, first, refs, experts):
         self.first = first
         self._experts = experts
-        self._logits_ref, self._depth_ref, self._valid_ref, self._phat_ref, *_ = refs
+        self._logits_ref, self._depth_ref, self._valid_ref, self._phat_ref, *_, path_ref = refs
+        self._path_phat_ref = path_ref
         self.depth = helpers.load(self.of(self._depth_ref), _ROWS)
         self.valid = helpers.load(self.of(self._valid_ref), _ROWS) != 0
 
@@ -204,6 +214,9 @@ class _Block:
         for depth in range(1, self._phat_ref.shape[0]):
             values = jnp.where(self.depth >= depth, self._phat_ref[depth], values)
         return values
+
+    def path_phat(self):
+        return helpers.load(self.of(self._path_phat_ref), _ROWS)
 
     def nodes_at(self, depth):
         """How many valid rows of this block have the depth of each row of another."""
@@ -245,6 +258,8 @@ def _over_rows(values, shape):
 def _commitment_weights(block, blocks, config):
     if config.uniform:
         return jnp.where(block.valid, 1.0, 0.0)
+    if config.weighs_paths:
+        return jnp.where(block.valid, power(block.path_phat(), config.beta), 0.0)
     nodes = sum(other.nodes_at(block.depth) for other in blocks)
     nodes = jnp.maximum(nodes, 1).astype(jnp.float32)
     weights = power(block.phat(), config.beta) / power(nodes, config.gamma)

@@ -9,6 +9,19 @@ from pallas_kernels.commitment_select.triton import triton
 
 KERNELS = {"triton": triton, "mosaic": mosaic}
 IMPLEMENTATIONS = ("reference", *KERNELS)
+# Policies that a kernel lacks. Cache-conditional routing is a baseline to compare with.
+_LACKING = {"mosaic": ("cache_conditional",)}
+
+
+def supports(config: SelectorConfig, implementation: str) -> bool:
+    """Whether an implementation has the config's policy; the reference has all of them.
+
+    Raises:
+      ValueError: if there is no such implementation.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
+    return config.policy not in _LACKING.get(implementation, ())
 
 
 def commitment_select(
@@ -20,6 +33,7 @@ def commitment_select(
     *,
     config: SelectorConfig,
     eligible_override: Bool[Array, "E"] | None = None,
+    path_phat: Float[Array, "T"] | None = None,
     implementation: str = "reference",
     interpret: bool = False,
 ) -> SelectionResult:
@@ -35,12 +49,13 @@ def commitment_select(
       interpret: run a kernel's interpreter, on any device.
 
     Raises:
-      NotImplementedError: if this version of jax lacks what the implementation needs.
+      NotImplementedError: if this version of jax lacks what the implementation needs, or the
+        implementation the config's policy; see `supports`.
       ValueError: as `select`, or if there is no such implementation.
     """
-    arrays = (logits, depth, valid, phat, resident, eligible_override)
+    if not supports(config, implementation):
+        raise NotImplementedError(f"{implementation!r} has no policy {config.policy!r}")
+    arrays = (logits, depth, valid, phat, resident, eligible_override, path_phat)
     if implementation == "reference":
         return reference(*arrays, config)
-    if implementation not in KERNELS:
-        raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
     return KERNELS[implementation](*arrays, config, interpret)

@@ -12,9 +12,17 @@ def reference(
     phat: Float[Array, "P"],
     resident: Bool[Array, "E"] | None,
     eligible_override: Bool[Array, "E"] | None,
+    path_phat: Float[Array, "T"] | None,
     config: SelectorConfig,
 ) -> SelectionResult:
     """See `commitment_select`."""
     return select(
-        logits, depth, valid, phat, resident, config=config, eligible_override=eligible_override
+        logits,
+        depth,
+        valid,
+        phat,
+        resident,
+        config=config,
+        eligible_override=eligible_override,
+        path_phat=path_phat,
     )

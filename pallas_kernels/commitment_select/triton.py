@@ -36,11 +36,12 @@ def triton(
     phat: Float[Array, "P"],
     resident: Bool[Array, "E"] | None,
     eligible_override: Bool[Array, "E"] | None,
+    path_phat: Float[Array, "T"] | None,
     config: SelectorConfig,
     interpret: bool,
 ) -> SelectionResult:
     """See `commitment_select`."""
-    arguments = (logits, depth, valid, phat, resident, eligible_override)
+    arguments = (logits, depth, valid, phat, resident, eligible_override, path_phat)
     rows, experts = (pl.next_power_of_2(size) for size in logits.shape)
     num_warps = max(rows, experts) * experts // (32 * _SHARE)
     return pl.pallas_call(
@@ -54,7 +55,18 @@ def triton(
     )(*arguments)
 
 
-def _kernel(logits_ref, depth_ref, valid_ref, phat_ref, resident_ref, override_ref, out, *, config):
+def _kernel(
+    logits_ref,
+    depth_ref,
+    valid_ref,
+    phat_ref,
+    resident_ref,
+    override_ref,
+    path_phat_ref,
+    out,
+    *,
+    config,
+):
     axes = _Axes(*logits_ref.shape, config.top_k)
     logits = axes.load_tile(logits_ref, -jnp.inf).astype(jnp.float32)
     valid = axes.load_rows(valid_ref, False)
@@ -64,6 +76,8 @@ def _kernel(logits_ref, depth_ref, valid_ref, phat_ref, resident_ref, override_r
     selected = (rank < config.top_k) & valid[:, None]
     if config.uniform:
         alpha = valid.astype(jnp.float32)
+    elif config.weighs_paths:
+        alpha = jnp.where(valid, power(axes.load_rows(path_phat_ref, 0.0), config.beta), 0.0)
     else:
         depth = axes.load_rows(depth_ref, 0)
         phat = plgpu.load(phat_ref.at[jnp.clip(depth, 0, phat_ref.shape[0] - 1)])
@@ -77,13 +91,20 @@ def _kernel(logits_ref, depth_ref, valid_ref, phat_ref, resident_ref, override_r
     size = selection.residual_size(q, config.size_rule, config.mass)
     before = axes.is_expert & selection.policy_set(logits, valid, q, anchor, size, config)
     budget = selection.displaced_assignments(before, assignments)
-    pruned = jnp.zeros_like(before)
-    if resident_ref is not None and config.prunes:
-        removable = before & ~axes.load_experts(resident_ref, True)
+    admitted = pruned = jnp.zeros_like(before)
+    resident = None if resident_ref is None else axes.load_experts(resident_ref, True)
+    if resident is not None and config.admits:
+        admitted = selection.admit(before, resident, demand, config.admit)
+    with_admitted = before | admitted
+    if resident is not None and config.prunes:
+        removable = before & ~resident
         if config.protect_anchor:
             removable &= ~anchor
-        pruned = selection.prune(before, removable, demand, assignments, budget, config.top_k)
-    eligible = before & ~pruned
+        spendable = budget + selection.displaced_assignments(~admitted, assignments)
+        pruned = selection.prune(
+            with_admitted, removable, demand, assignments, spendable, config.top_k
+        )
+    eligible = with_admitted & ~pruned
     if override_ref is not None:
         eligible = axes.load_experts(override_ref, False)
 
@@ -95,16 +116,25 @@ def _kernel(logits_ref, depth_ref, valid_ref, phat_ref, resident_ref, override_r
     out.effective_rank_size[...] = size
     axes.store_experts(out.eligible_before_pruning, before)
     out.rerouting_budget[...] = budget
+    axes.store_experts(out.admitted, admitted)
     axes.store_experts(out.pruned, pruned)
     axes.store_experts(out.eligible, eligible)
 
-    routed = logits
-    if not (config.truncates or (config.policy == "native" and override_ref is None)):
+    routed, is_free = logits, override_ref is None
+    if config.policy == "cache_conditional" and resident is not None and is_free:
+        bonus = selection.cache_bonus(logits, valid, config.cache_bias)
+        favoured = resident[None, :] | (rank < config.cache_keep)
+        routed = jnp.where(favoured, logits + bonus, logits)
+        rank, _ = _top_k_rank(routed, axes.expert, config.top_k)
+        if config.norm_topk_prob:
+            chosen = jnp.where(rank < config.top_k, sort_keys(logits), LOWEST_KEY)
+            highest = float_of_key(chosen.max(axis=1))
+    elif not (config.truncates or (config.policy in ("native", "cache_conditional") and is_free)):
         routed = jnp.where(eligible[None, :], logits, -jnp.inf)
         rank, best = _top_k_rank(routed, axes.expert, config.top_k)
         highest = best if config.norm_topk_prob else highest
     found = (rank < config.top_k) & (routed != -jnp.inf)
-    weights = _weights(logits, routed, found, highest, config.norm_topk_prob)
+    weights = _weights(logits, found, highest, config.norm_topk_prob)
     if config.truncates:
         found &= eligible[None, :]
         weights = _truncated(weights, found, config.renormalize_truncated)
@@ -186,12 +216,11 @@ def _commitment_weights(depth, valid, phat, config):
     return jnp.where(valid, power(phat, config.beta) / power(nodes, config.gamma), 0.0)
 
 
-def _weights(logits, routed, found, highest, norm_topk_prob):
+def _weights(logits, found, highest, norm_topk_prob):
     """Of the experts that were found for each row; 0 of the others."""
+    parts = jnp.exp(logits - highest[:, None])
     if norm_topk_prob:
-        parts = jnp.where(found, jnp.exp(routed - highest[:, None]), 0.0)
-    else:
-        parts = jnp.exp(logits - highest[:, None])
+        parts = jnp.where(found, parts, 0.0)
     return jnp.where(found, parts / parts.sum(axis=1)[:, None], 0.0)
 
 
