@@ -5,7 +5,8 @@
         --pocket_prompts=400
 
 Decodes training prompts under Standard SD (natural routing) and counts, for every verification,
-which depths the accepted path reached. The table belongs to this target and head, is frozen from
+which depths the accepted path reached, and fits how often a node is committed to its depth and the
+drafter's probability of its path. The table belongs to this target and head, is frozen from
 then on, and must never be made from prompts that a benchmark scores.
 
 Prompts come from `--prompts` (JSONL, as in experiments.generate) or from the training split of

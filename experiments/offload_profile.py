@@ -108,7 +108,6 @@ def _profile(engine: Engine, method: str, prompts: Sequence[str], done) -> dict[
             prompts,
             selector=method,
             max_new_tokens=engine_flags.MAX_NEW_TOKENS.value,
-            audit=False,
             **engine_flags.chat_options(),
         )
         done()

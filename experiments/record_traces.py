@@ -25,18 +25,23 @@ from acceptmoe_jax import reporting
 from acceptmoe_jax.errors import UserError
 from acceptmoe_jax.pocket import families
 from acceptmoe_jax.prompts import read_prompts
-from acceptmoe_jax.runtime.engine import Engine, Prompt
-from acceptmoe_jax.selection import POLICIES, SelectorConfig
+from acceptmoe_jax.runtime.engine import Prompt
 from acceptmoe_jax.traces import Trace
 from acceptmoe_jax.traces.recording import record
 from acceptmoe_jax.traces.replay import replay_trace
-from experiments import engine_flags
+from experiments import ablation_flags, engine_flags
+from experiments.methods import METHODS, selector_of
 
 _PROMPTS = flags.DEFINE_string("prompts", None, "A JSONL file of prompts.")
 _POCKET = flags.DEFINE_integer("pocket_prompts", None, "Prompts from the pocket tasks.")
 _SPLIT = flags.DEFINE_enum("split", "train", ["train", "test"], "Of --pocket_prompts.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the choice of --pocket_prompts.")
-_SELECTOR = flags.DEFINE_enum("selector", "native", POLICIES, "The policy to decode under.")
+_SELECTOR = flags.DEFINE_enum(
+    "selector",
+    "native",
+    [name for name, method in METHODS.items() if not (method.plain or method.evict)],
+    "The method to decode under; the flags of ablations apply.",
+)
 _BUDGET = flags.DEFINE_integer("budget", None, "Experts a layer, where --selector needs it.")
 _OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Where the trace goes.", required=True)
 
@@ -55,7 +60,8 @@ def main() -> None:
     if engine_flags.DRAFT.value is None:
         raise UserError("--draft is needed: without a draft tree nothing is verified")
     engine = engine_flags.load_engine()
-    selector = _selector(engine)
+    method = METHODS[_SELECTOR.value]
+    selector = selector_of(engine, method, _BUDGET.value, ablation_flags.ablations())
     begin = time.perf_counter()
     with reporting.progress() as bar:
         task = bar.add_task("record", total=len(prompts))
@@ -70,7 +76,7 @@ def main() -> None:
         )
     seconds = time.perf_counter() - begin
     where = engine_flags.measured_on(engine)
-    title = f"Trace of {trace.settings.target} under {selector.policy}; {where}"
+    title = f"Trace of {trace.settings.target} under {_SELECTOR.value}; {where}"
     reporting.print_table(title, [_row(trace) | {"seconds": seconds}], _COLUMNS)
     print(f"Written: {trace.directory}")
 
@@ -88,16 +94,6 @@ def _prompts() -> Mapping[str, Prompt]:
         for family in families.FAMILIES
         for index, task in enumerate(families.generate(family, _SPLIT.value, _SEED.value, each))
     }
-
-
-def _selector(engine: Engine) -> SelectorConfig:
-    try:
-        config = dataclasses.replace(
-            engine.selector("native"), policy=_SELECTOR.value, budget=_BUDGET.value
-        )
-    except ValueError as error:
-        raise UserError(f"--selector, --budget: {error}") from None
-    return engine.selector(config)
 
 
 def _row(trace: Trace) -> dict[str, float | None]:
