@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import rich.console
 import rich.progress
 import rich.table
@@ -54,6 +53,8 @@ def progress(*columns: str) -> rich.progress.Progress:
 
 def device_description() -> str:
     """The device that numbers were measured on, in words, such as "cpu: x86_64, 2 cores"."""
+    import jax  # here, because programs without a model start faster without it
+
     device = jax.devices()[0]
     if device.platform != "cpu":
         return f"{device.platform}: {device.device_kind}"
@@ -81,7 +82,7 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]], formats: Mapping[
     for key, spec in formats.items():
         table.add_column(key.replace("_", " "), justify="right" if spec else "left")
     for row in rows:
-        table.add_row(*_cells(row, formats))
+        table.add_row(*cells(row, formats))
     console.print(f"\n[bold]{title}[/bold]")
     console.print(table)
 
@@ -91,12 +92,13 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str]
     lines = [
         [key.replace("_", " ") for key in formats],
         ["---:" if spec else "---" for spec in formats.values()],
-        *([cell.replace("|", r"\|") for cell in _cells(row, formats)] for row in rows),
+        *([cell.replace("|", r"\|") for cell in cells(row, formats)] for row in rows),
     ]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _cells(row: Mapping[str, Any], formats: Mapping[str, str]) -> list[str]:
+def cells(row: Mapping[str, Any], formats: Mapping[str, str]) -> list[str]:
+    """A row's cells as text, by `formats`; see `print_table`."""
     values = ((row[key], spec) for key, spec in formats.items())
     return ["-" if value is None else format(value, spec) for value, spec in values]
 

@@ -19,15 +19,20 @@ ROUNDS = 3
 INTERPRETED = dataclasses.replace(KERNELS["triton"], interpret=True)
 
 
-def _decode(target, kernels, selector, seed):
-    """Some rounds after a prompt: the committed tokens, the logits of their rows, set sizes."""
-    prompt = np.random.default_rng(seed).integers(0, target.vocab_size, 19)
-    setup = dataclasses.replace(tiny_models.setup(target), implementations=kernels)
-    weights = tiny_models.weights(target)
+def _prefilled(setup, weights, seed):
+    """The state after a random prompt."""
+    prompt = np.random.default_rng(seed).integers(0, setup.target.vocab_size, 19)
     state = programs.empty_state(setup, CACHE_ROWS, jnp.float32)
     tokens = jnp.zeros(32, jnp.int32).at[: len(prompt)].set(prompt)
     prefill = jax.jit(functools.partial(programs.prefill_chunk, setup))
-    state = prefill(weights, state, tokens, jnp.int32(len(prompt)), jnp.int32(-1))
+    return prefill(weights, state, tokens, jnp.int32(len(prompt)), jnp.int32(-1))
+
+
+def _decode(target, kernels, selector, seed):
+    """Some rounds after a prompt: the committed tokens, the logits of their rows, set sizes."""
+    setup = dataclasses.replace(tiny_models.setup(target), implementations=kernels)
+    weights = tiny_models.weights(target)
+    state = _prefilled(setup, weights, seed)
     run = jax.jit(functools.partial(programs.speculative_round, setup, selector=selector))
     committed, logits, used = [int(state.last_token)], [], []
     for _ in range(ROUNDS):
@@ -56,6 +61,24 @@ def test_rounds_with_the_kernels_commit_the_tokens_of_plain_jax(target, seed):
     assert used.max() < target.num_experts, "nothing was restricted"
     scale = np.abs(expected_logits).max()
     np.testing.assert_allclose(logits, expected_logits, atol=1e-4 * scale)
+
+
+@pytest.mark.slow
+def test_a_batch_of_rounds_with_the_kernels_commits_what_each_sequence_does_alone():
+    setup = dataclasses.replace(tiny_models.setup(), implementations=INTERPRETED)
+    weights = tiny_models.weights()
+    selector = SelectorConfig(policy="acceptmoe", top_k=setup.target.top_k)
+    run = functools.partial(programs.speculative_round, setup, selector=selector)
+    states = [_prefilled(setup, weights, seed) for seed in (3, 4)]
+    batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    alone, together = jax.jit(run), jax.jit(jax.vmap(run, in_axes=(None, 0, None)))
+    for _ in range(ROUNDS):
+        batch, done = together(weights, batch, COMMITMENT)
+        for lane, state in enumerate(states):
+            states[lane], one = alone(weights, state, COMMITMENT)
+            np.testing.assert_array_equal(done.acceptance.tokens[lane], one.acceptance.tokens)
+            np.testing.assert_array_equal(done.counts.used[lane], one.counts.used)
+    assert int(batch.length[0]) != int(batch.length[1]), "both do the same: the test shows little"
 
 
 def test_a_gpu_gets_kernels_and_a_cpu_plain_jax():

@@ -1,0 +1,1 @@
+"""Benchmarks, their scorers, and the sandbox for code that a model wrote."""
