@@ -53,7 +53,8 @@ def output(tmp_path_factory):
 
 def test_the_summary_holds_every_promised_number(output):
     summary = json.loads((output[0] / "summary.json").read_text())
-    assert set(summary) == {"methods", "device", "dtype", "target", "draft", "versions"}
+    keys = {"methods", "device", "dtype", "target", "draft", "versions", "settings"}
+    assert set(summary) == keys
     assert list(summary["methods"]) == METHODS
     for numbers in summary["methods"].values():
         assert METHOD_KEYS <= set(numbers)

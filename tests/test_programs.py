@@ -148,6 +148,14 @@ def test_an_accepted_path_across_the_windows_edge_is_that_of_plain_decoding():
     assert crossings, "no accepted path crossed the edge: the test shows nothing"
 
 
+def _leaves(tree):
+    """The leaves as numbers, keys too."""
+    return [
+        jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        for leaf in jax.tree.leaves(tree)
+    ]
+
+
 def test_some_accepted_path_leaves_the_first_child():
     state = _prefill(PROMPT)
     for _ in range(25):
@@ -164,9 +172,7 @@ def test_the_whole_set_forced_as_data_is_native_bit_for_bit():
     everything = jnp.ones((4, tiny_models.TARGET.num_experts), bool)
     forced_state, forced = _round(state, ACCEPTMOE, everything)
     native_state, native = _round(state, NATIVE, everything)
-    for actual, expected in zip(
-        jax.tree.leaves((forced_state, forced)), jax.tree.leaves((native_state, native))
-    ):
+    for actual, expected in zip(_leaves((forced_state, forced)), _leaves((native_state, native))):
         np.testing.assert_array_equal(actual, expected)
     _, restricted = _round(state, ACCEPTMOE)
     assert (restricted.counts.used < forced.counts.used).any(), "the policy restricts nothing here"
@@ -184,7 +190,7 @@ def test_an_audit_leaves_the_state_as_it_was():
     state, done = _round(state, ACCEPTMOE)
     audited, _ = _program("audit_round")(_weights(), state, done)
     alive = int(state.length)
-    for actual, expected in zip(jax.tree.leaves(audited), jax.tree.leaves(state)):
+    for actual, expected in zip(_leaves(audited), _leaves(state)):
         rows = slice(None, alive) if actual.shape[:1] == (CACHE_ROWS,) else ...
         np.testing.assert_array_equal(actual[rows], expected[rows])
 
