@@ -3,13 +3,14 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from acceptmoe_jax import Engine, selection
 from acceptmoe_jax.errors import UserError
 from acceptmoe_jax.runtime.statistics import summarise
-from acceptmoe_jax.selection import CommitmentTable
+from acceptmoe_jax.selection import CommitmentTable, SelectorConfig
 from tests import pocket
 
 NEW_TOKENS = 48
@@ -219,3 +220,13 @@ def test_bfloat16_runs_and_keeps_its_caches_in_bfloat16():
     assert dtypes == {"bfloat16"}
     generation = engine.generate(pocket.prompts(each=1)[:1], selector="acceptmoe", max_new_tokens=8)
     assert len(generation[0].token_ids) == 8
+
+
+def test_weighing_by_path_is_refused_where_the_table_has_no_path_calibration():
+    engine = pocket.engine()
+    bare = dataclasses.replace(engine.commitment, path=None)
+    without = Engine(engine.model, bare, dtype=jnp.float32, max_length=256)
+    by_path = SelectorConfig(path=True)
+    assert engine.selector(by_path).weighs_paths
+    with pytest.raises(UserError, match="holds none"):
+        without.selector(by_path)

@@ -31,7 +31,7 @@ Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
 
 class Engine:
-    """Decodes prompts one at a time: autoregressively, or with a draft tree under a policy.
+    """Decodes prompts, one at a time or several: plainly, or with a draft tree under a policy.
 
         engine = Engine.from_pretrained("checkpoints/target", "checkpoints/head")
         [generation] = engine.generate(["..."], selector="acceptmoe", max_new_tokens=64)
