@@ -47,6 +47,7 @@ def progress(*columns: str) -> rich.progress.Progress:
         *(rich.progress.TextColumn(column) for column in columns),
         console=rich.console.Console(stderr=True),
         transient=True,
+        speed_estimate_period=600,  # seconds; a single step may well take more than rich's 30
         disable=not sys.stderr.isatty(),
     )
 
@@ -80,7 +81,9 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]], formats: Mapping[
     console = rich.console.Console(width=width, highlight=False)
     table = rich.table.Table()
     for key, spec in formats.items():
-        table.add_column(key.replace("_", " "), justify="right" if spec else "left")
+        # Numbers have room to spare under their titles, and text has not.
+        justify = "right" if spec else "left"
+        table.add_column(key.replace("_", " "), justify=justify, no_wrap=not spec)
     for row in rows:
         table.add_row(*cells(row, formats))
     console.print(f"\n[bold]{title}[/bold]")
@@ -101,6 +104,25 @@ def cells(row: Mapping[str, Any], formats: Mapping[str, str]) -> list[str]:
     """A row's cells as text, by `formats`; see `print_table`."""
     values = ((row[key], spec) for key, spec in formats.items())
     return ["-" if value is None else format(value, spec) for value, spec in values]
+
+
+def with_interval(
+    value: float | None,
+    interval: Sequence[float] | None,
+    decimals: int,
+    scale: float = 1.0,
+) -> str | None:
+    """A number as text, with the ends of its interval if it has one: "1.25 [1.20, 1.31]".
+
+    None stays None.
+    """
+    if value is None:
+        return None
+    text = f"{value * scale:.{decimals}f}"
+    if interval is None:
+        return text
+    low, high = (f"{end * scale:.{decimals}f}" for end in interval)
+    return f"{text} [{low}, {high}]"
 
 
 def _cpu_count() -> int:
