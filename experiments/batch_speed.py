@@ -18,7 +18,7 @@ from acceptmoe_jax import reporting
 from acceptmoe_jax.errors import UserError
 from acceptmoe_jax.files import write_json
 from acceptmoe_jax.runtime.statistics import summarise
-from experiments import engine_flags, prompt_flags
+from experiments import engine_flags, model_flags, prompt_flags
 from experiments.methods import METHODS, selector_of
 
 _METHODS = flags.DEFINE_list("methods", ["native", "acceptmoe"], "Methods without a budget.")
@@ -45,7 +45,7 @@ def main() -> None:
     if unfit:
         raise UserError(f"--methods: {unfit[0]!r} is no method, or needs a budget")
     prompts = list(prompt_flags.prompts().values())
-    engine = engine_flags.load_engine()
+    engine = model_flags.load_engine()
     rows = []
     with reporting.progress() as bar:
         task = bar.add_task("batches", total=len(_METHODS.value) * len(sizes))
@@ -77,12 +77,12 @@ def main() -> None:
         "prompts": len(prompts),
         "device": reporting.device_description(),
         "dtype": engine_flags.DTYPE.value,
-        "target": engine_flags.TARGET.value,
+        "target": model_flags.TARGET.value,
         "versions": reporting.versions(),
     }
     write_json(pathlib.Path(_OUTPUT_DIR.value) / "summary.json", summary)
     title = (
-        f"{pathlib.Path(engine_flags.TARGET.value).name}, {len(prompts)} prompts, measured on "
+        f"{pathlib.Path(model_flags.TARGET.value).name}, {len(prompts)} prompts, measured on "
         f"{engine_flags.measured_on(engine)}; used experts are a prompt's own"
     )
     reporting.print_table(title, rows, _FORMATS)

@@ -26,7 +26,7 @@ from acceptmoe_jax.prompts import read_prompts
 from acceptmoe_jax.runtime.engine import COMMITMENT_FILE
 from acceptmoe_jax.runtime.verification import Verification
 from acceptmoe_jax.selection import CommitmentTable, PathTable, fit_path_commitment
-from experiments import engine_flags
+from experiments import engine_flags, model_flags
 
 _PROMPTS = flags.DEFINE_string("prompts", None, "A JSONL file of training prompts.")
 _POCKET = flags.DEFINE_integer("pocket_prompts", None, "Prompts from the pocket training split.")
@@ -40,7 +40,7 @@ _OUTPUT = flags.DEFINE_string(
 
 def main() -> None:
     prompts, data = _training_prompts()
-    engine = engine_flags.load_engine(use_commitment=False)
+    engine = model_flags.load_engine(use_commitment=False)
     nodes = _Nodes()
     with reporting.progress() as bar:
         task = bar.add_task("calibrate", total=len(prompts))

@@ -1,5 +1,6 @@
-"""The flags that every program with an engine shares, and the engine they ask for."""
+"""The flags of how engines run, whatever their models, and engines that run so."""
 
+import dataclasses
 from typing import Any
 
 from absl import flags
@@ -15,8 +16,6 @@ from acceptmoe_jax.speculation import TreeConfig
 from acceptmoe_jax.weights.checkpoint import Checkpoint, resolve_directory
 from pallas_kernels.implementations import KERNELS
 
-TARGET = flags.DEFINE_string("target", None, "Directory or hub id of the target.", required=True)
-DRAFT = flags.DEFINE_string("draft", None, "Directory or hub id of its EAGLE-3 head.")
 DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["float32", "bfloat16"], "Of weights and caches.")
 _CHAT = flags.DEFINE_bool("chat", None, "Use the chat template; default: if the target has one.")
 _REASONING_EFFORT = flags.DEFINE_enum(
@@ -60,38 +59,45 @@ _NODES = flags.DEFINE_integer("draft_nodes", 64, "Nodes of the draft tree, the r
 
 
 def load_engine(
+    target: str,
+    draft: str | None,
     commitment: str | None = None,
     use_commitment: bool = True,
     default_slot_share: float | None = None,
 ) -> Engine:
-    """The engine of the flags; see `Engine.from_pretrained` for the arguments and errors.
+    """An engine that runs as the flags say; see `Engine.from_pretrained`.
 
     Args:
+      target, draft: directories or hub ids.
+      commitment, use_commitment: where the commitment table is, and whether to look for one.
       default_slot_share: the share of a layer's experts that --expert_slots is by default.
     """
     engine = Engine.from_pretrained(
-        TARGET.value,
-        DRAFT.value,
+        target,
+        draft,
         commitment=commitment,
         use_commitment=use_commitment,
         dtype=DTYPE.value,
         max_length=_MAX_LENGTH.value,
         tree=TreeConfig(_STEPS.value, _TOP_K.value, _NODES.value),
         kernels=_KERNELS.value,
-        offload=_offload_config(default_slot_share),
+        offload=offload_config(_default_slots(target, default_slot_share)),
     )
     if _PER_NODE.value and engine.commitment is not None:
         engine.commitment = engine.commitment.with_per_node(True)
     return engine
 
 
-def _offload_config(default_share: float | None) -> OffloadConfig | None:
-    """What the flags say about experts in host memory."""
-    slots = _EXPERT_SLOTS.value
-    if slots is None and default_share is not None:
-        checkpoint = Checkpoint.open(resolve_directory(TARGET.value))
-        config = target_config(checkpoint.config, checkpoint.config_file)
-        slots = max(config.top_k, round(default_share * config.num_experts))
+def offload_config(default_slots: int | None = None) -> OffloadConfig | None:
+    """What the flags say about experts in host memory.
+
+    Args:
+      default_slots: what --expert_slots is by default.
+
+    Raises:
+      UserError: naming the flag.
+    """
+    slots = default_slots if _EXPERT_SLOTS.value is None else _EXPERT_SLOTS.value
     try:
         link = Link(_LINK_GBPS.value)
     except ValueError as error:
@@ -101,6 +107,31 @@ def _offload_config(default_share: float | None) -> OffloadConfig | None:
             raise UserError("--link_gbps is of use with --expert_slots only")
         return None
     return OffloadConfig(slots, _EVICTION.value, link, _KEEP_RESIDENCY.value)
+
+
+def _default_slots(target: str, share: float | None) -> int | None:
+    """So many slots as are this share of the target's experts."""
+    if share is None or _EXPERT_SLOTS.value is not None:
+        return None
+    checkpoint = Checkpoint.open(resolve_directory(target))
+    config = target_config(checkpoint.config, checkpoint.config_file)
+    return max(config.top_k, round(share * config.num_experts))
+
+
+def settings() -> dict[str, Any]:
+    """What answers and times depend on, as JSON: what the flags say, and the device."""
+    offload = offload_config()
+    tree = TreeConfig(_STEPS.value, _TOP_K.value, _NODES.value)
+    return {
+        "device": reporting.device_description(),
+        "dtype": DTYPE.value,
+        "kernels": _KERNELS.value,
+        "tree": dataclasses.asdict(tree),
+        "per_node_phat": _PER_NODE.value,
+        "max_new_tokens": MAX_NEW_TOKENS.value,
+        "reasoning_effort": _REASONING_EFFORT.value,
+        "offload": None if offload is None else dataclasses.asdict(offload),
+    }
 
 
 def offload_facts(engine: Engine) -> dict[str, Any]:
@@ -119,10 +150,15 @@ def offload_facts(engine: Engine) -> dict[str, Any]:
 
 def measured_on(engine: Engine) -> str:
     """For titles: device, dtype and, where experts are offloaded, slots and link."""
+    return conditions(engine.offload)
+
+
+def conditions(offload: OffloadConfig | None) -> str:
+    """See `measured_on`; of engines that offload so."""
     where = f"{reporting.device_description()}, {DTYPE.value}"
-    if engine.offload is None:
+    if offload is None:
         return where
-    return f"{where}, {engine.offload.slots} slots a layer, link: {engine.offload.link}"
+    return f"{where}, {offload.slots} slots a layer, link: {offload.link}"
 
 
 def chat_options() -> dict[str, Any]:

@@ -31,7 +31,7 @@ from acceptmoe_jax.files import write_atomically, write_json
 from acceptmoe_jax.prompts import read_prompts
 from acceptmoe_jax.runtime import cost_model
 from acceptmoe_jax.runtime.engine import AUTOREGRESSIVE, Prompt
-from experiments import engine_flags, method_flags
+from experiments import engine_flags, method_flags, model_flags
 from pallas_kernels.devices import DEVICES
 
 _COMMITMENT = flags.DEFINE_string(
@@ -68,8 +68,8 @@ _MODELLED = {
 
 def main() -> None:
     prompts = _read_prompts()
-    names = method_flags.methods()
-    engine = engine_flags.load_engine(_COMMITMENT.value)
+    names = method_flags.methods(model_flags.DRAFT.value)
+    engine = model_flags.load_engine(_COMMITMENT.value)
     generations, summaries = method_flags.decode(
         engine, names, list(prompts.values()), stop_strings=_STOP.value
     )
@@ -112,8 +112,8 @@ def _write(engine, prompts, generations, summaries) -> None:
         "methods": summaries,
         "device": reporting.device_description(),
         "dtype": engine_flags.DTYPE.value,
-        "target": engine_flags.TARGET.value,
-        "draft": engine_flags.DRAFT.value,
+        "target": model_flags.TARGET.value,
+        "draft": model_flags.DRAFT.value,
         "versions": reporting.versions(),
         "settings": method_flags.settings(),
     } | engine_flags.offload_facts(engine)
@@ -148,7 +148,7 @@ def _show_measured(engine, generations, summaries) -> None:
             same = sum(a.token_ids == b.token_ids for a, b in pairs) / len(reference)
         rows.append({"method": method, "same_text": same} | summary)
     title = (
-        f"{pathlib.Path(engine_flags.TARGET.value).name}, measured on "
+        f"{pathlib.Path(model_flags.TARGET.value).name}, measured on "
         f"{engine_flags.measured_on(engine)}, {summary['prompts']} prompts; set sizes are means "
         f"a layer and verification{method_flags.in_words()}"
     )

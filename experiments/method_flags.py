@@ -58,10 +58,13 @@ def full_size(engine: Engine) -> tuple[TargetShape, HeadShape]:
     return _FULL_SIZE[type(engine.model.setup.target)]
 
 
-def methods(default: Sequence[str] = (AUTOREGRESSIVE, "native", "acceptmoe")) -> list[str]:
+def methods(
+    draft: object, default: Sequence[str] = (AUTOREGRESSIVE, "native", "acceptmoe")
+) -> list[str]:
     """The methods asked for.
 
     Args:
+      draft: what --draft or --drafts says.
       default: where the flag is not given.
 
     Raises:
@@ -73,8 +76,8 @@ def methods(default: Sequence[str] = (AUTOREGRESSIVE, "native", "acceptmoe")) ->
             raise UserError(f"--selectors: {name!r} is not one of {', '.join(METHODS)}")
     if not names:
         raise UserError("--selectors names no method")
-    if engine_flags.DRAFT.value is None and names != [AUTOREGRESSIVE]:
-        raise UserError("--draft is needed by every method but autoregressive")
+    if not draft and names != [AUTOREGRESSIVE]:
+        raise UserError("a draft is needed (--draft) by every method but autoregressive")
     budgeted = [name for name in names if METHODS[name].budgeted]
     if budgeted and _BUDGET.value is None and "acceptmoe" not in names:
         raise UserError(f"--budget is needed by {budgeted[0]}, unless acceptmoe runs too")
@@ -103,19 +106,54 @@ def decode(
     generations, summaries = {}, {}
     # acceptmoe goes before the methods that take its mean set size for their budget.
     for name in sorted(names, key=lambda name: METHODS[name].budgeted):
-        budget = _BUDGET.value
-        if METHODS[name].budgeted and budget is None:
-            mean = summaries["acceptmoe"]["eligible"]
-            budget = max(round(mean), engine.model.setup.target.top_k)
+        budget = budget_of(name, lambda: summaries["acceptmoe"]["eligible"])
         selector = selector_of(engine, METHODS[name], budget, ablation_flags.ablations())
         generations[name] = _decode_one(engine, name, selector, prompts, on_forward, options)
         statistics = [generation.statistics for generation in generations[name]]
         tokens = sum(len(generation.token_ids) for generation in generations[name])
         summaries[name] = summarise(statistics, tokens) | {"prompts": len(prompts)}
-        if METHODS[name].budgeted:
+        if budget is not None:
             summaries[name]["budget"] = budget
         _say_fallback(name, summaries[name])
     return {n: generations[n] for n in names}, {n: summaries[n] for n in names}
+
+
+def needs_acceptmoe(name: str) -> bool:
+    """Whether a method's budget is acceptmoe's mean set size."""
+    return METHODS[name].budgeted and _BUDGET.value is None
+
+
+def budget_of(name: str, acceptmoe_mean: Callable[[], float | None]) -> int | None:
+    """The experts a layer of a method; None for those that need no budget.
+
+    Args:
+      acceptmoe_mean: tells acceptmoe's mean set size, which is the budget without --budget. No
+        set is smaller than top-k, so neither is the mean.
+
+    Raises:
+      UserError: if acceptmoe verified nothing, so that there is no mean.
+    """
+    if not METHODS[name].budgeted:
+        return None
+    if _BUDGET.value is not None:
+        return _BUDGET.value
+    mean = acceptmoe_mean()
+    if mean is None:
+        raise UserError(f"--budget is needed by {name}: acceptmoe verified nothing")
+    return round(mean)
+
+
+def generation_options(name: str) -> dict[str, Any]:
+    """What the flags say about a method's answers, as arguments of `Engine.generate`."""
+    return {
+        "max_new_tokens": engine_flags.MAX_NEW_TOKENS.value,
+        "sampling": sampling_flags.sampling(),
+        "seed": sampling_flags.SEED.value,
+        "batch_size": _BATCH_SIZE.value,
+        "evict": _evict_config() if METHODS[name].evict else None,
+        "audit_every": _AUDIT_EVERY.value,
+        "max_disagreement": _MAX_DISAGREEMENT.value,
+    } | engine_flags.chat_options()
 
 
 def settings() -> dict[str, Any]:
@@ -168,15 +206,8 @@ def _decode_one(engine, name, selector, prompts, on_forward, options) -> list[Ge
         return engine.generate(
             prompts,
             selector=selector,
-            max_new_tokens=engine_flags.MAX_NEW_TOKENS.value,
-            **engine_flags.chat_options(),
-            sampling=sampling_flags.sampling(),
-            seed=sampling_flags.SEED.value,
-            batch_size=_BATCH_SIZE.value,
-            evict=_evict_config() if METHODS[name].evict else None,
-            audit_every=_AUDIT_EVERY.value,
-            max_disagreement=_MAX_DISAGREEMENT.value,
             on_tokens=on_tokens,
+            **generation_options(name),
             **options,
         )
 

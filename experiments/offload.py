@@ -25,7 +25,7 @@ from acceptmoe_jax import reporting
 from acceptmoe_jax.files import write_atomically, write_json
 from acceptmoe_jax.runtime import offload_model
 from acceptmoe_jax.runtime.offload_plots import residency_timeline, traffic_bars
-from experiments import engine_flags, method_flags, prompt_flags
+from experiments import engine_flags, method_flags, model_flags, prompt_flags
 from pallas_kernels.devices import DEVICES
 
 _OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Where the files go.", required=True)
@@ -64,10 +64,10 @@ _PREDICTED = {
 
 def main() -> None:
     names = method_flags.methods(
-        default=("native", "moe_spec", "acceptmoe_no_pruning", "acceptmoe")
+        model_flags.DRAFT.value, default=("native", "moe_spec", "acceptmoe_no_pruning", "acceptmoe")
     )
     prompts = list(prompt_flags.prompts().values())
-    engine = engine_flags.load_engine(default_slot_share=_PUBLISHED_SHARE)
+    engine = model_flags.load_engine(default_slot_share=_PUBLISHED_SHARE)
     timeline = _Timeline(engine.runner)
     _, summaries = method_flags.decode(engine, names, prompts, on_forward=timeline.observe)
     where = engine_flags.measured_on(engine)
@@ -83,8 +83,8 @@ def main() -> None:
         "methods": summaries,
         "device": reporting.device_description(),
         "dtype": engine_flags.DTYPE.value,
-        "target": engine_flags.TARGET.value,
-        "draft": engine_flags.DRAFT.value,
+        "target": model_flags.TARGET.value,
+        "draft": model_flags.DRAFT.value,
         "modelled_at_full_size": full_size,
         "modelled_against_the_paper": predictions,
         "versions": reporting.versions(),

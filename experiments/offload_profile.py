@@ -30,7 +30,7 @@ from acceptmoe_jax.errors import UserError
 from acceptmoe_jax.files import write_atomically, write_json
 from acceptmoe_jax.pocket import families
 from acceptmoe_jax.runtime.engine import Engine
-from experiments import engine_flags
+from experiments import engine_flags, model_flags
 from experiments.host_times import PARTS, watched
 from experiments.rehearsal import Recording, Rehearsal
 
@@ -62,9 +62,9 @@ _METHOD = {
 
 
 def main() -> None:
-    if engine_flags.DRAFT.value is None:
+    if model_flags.DRAFT.value is None:
         raise UserError("--draft is needed: rounds are what is profiled")
-    engine = engine_flags.load_engine(default_slot_share=_SHARE)
+    engine = model_flags.load_engine(default_slot_share=_SHARE)
     prompts = [
         record.prompt
         for family in families.FAMILIES
@@ -82,8 +82,8 @@ def main() -> None:
         "methods": profiles,
         "device": reporting.device_description(),
         "dtype": engine_flags.DTYPE.value,
-        "target": engine_flags.TARGET.value,
-        "draft": engine_flags.DRAFT.value,
+        "target": model_flags.TARGET.value,
+        "draft": model_flags.DRAFT.value,
         "passes": _PASSES.value,
         "versions": reporting.versions(),
     } | engine_flags.offload_facts(engine)

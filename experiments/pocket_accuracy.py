@@ -19,15 +19,15 @@ from absl import flags
 from acceptmoe_jax import reporting
 from acceptmoe_jax.files import write_json
 from acceptmoe_jax.pocket import families, scoring
-from experiments import engine_flags, method_flags, sampling_flags
+from experiments import engine_flags, method_flags, model_flags, sampling_flags
 
 _RECORDS = flags.DEFINE_integer("records", 100, "Test tasks of each family.", lower_bound=1)
 _OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Where the summary goes.", required=True)
 
 
 def main() -> None:
-    names = method_flags.methods()
-    engine = engine_flags.load_engine()
+    names = method_flags.methods(model_flags.DRAFT.value)
+    engine = model_flags.load_engine()
     records = [
         record
         for family in families.FAMILIES

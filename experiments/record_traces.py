@@ -29,7 +29,7 @@ from acceptmoe_jax.runtime.engine import Prompt
 from acceptmoe_jax.traces import Trace
 from acceptmoe_jax.traces.recording import record
 from acceptmoe_jax.traces.replay import replay_trace
-from experiments import ablation_flags, engine_flags
+from experiments import ablation_flags, engine_flags, model_flags
 from experiments.methods import METHODS, selector_of
 
 _PROMPTS = flags.DEFINE_string("prompts", None, "A JSONL file of prompts.")
@@ -57,9 +57,9 @@ _COLUMNS = {
 
 def main() -> None:
     prompts = _prompts()
-    if engine_flags.DRAFT.value is None:
+    if model_flags.DRAFT.value is None:
         raise UserError("--draft is needed: without a draft tree nothing is verified")
-    engine = engine_flags.load_engine()
+    engine = model_flags.load_engine()
     method = METHODS[_SELECTOR.value]
     selector = selector_of(engine, method, _BUDGET.value, ablation_flags.ablations())
     begin = time.perf_counter()

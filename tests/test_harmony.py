@@ -10,6 +10,8 @@ from absl.testing import flagsaver
 from acceptmoe_jax import Engine
 from acceptmoe_jax.errors import UserError
 from acceptmoe_jax.pocket import chat, tokenizer as pocket_tokenizer
+from acceptmoe_jax.runtime.requests import Request
+from acceptmoe_jax.runtime.statistics import DecodeStatistics
 from acceptmoe_jax.text import harmony
 from acceptmoe_jax.text.stopping import StopRules
 from acceptmoe_jax.text.tokenizer import Tokenizer
@@ -173,30 +175,33 @@ def test_stop_tokens_end_an_answer_in_every_channel(small, stop, size):
 
 
 class Scripted(Engine):
-    """An engine whose model writes a given answer, three tokens at a time."""
+    """An engine without a model, which encodes prompts."""
 
-    def __init__(self, tokenizer: Tokenizer, answer: str):
-        target = types.SimpleNamespace(vocab_size=290, moe_layers=())
-        tree = types.SimpleNamespace(steps=0)
-        setup = types.SimpleNamespace(target=target, tree=tree)
+    def __init__(self, tokenizer: Tokenizer):
+        setup = types.SimpleNamespace(target=types.SimpleNamespace(vocab_size=290))
         self.model = types.SimpleNamespace(setup=setup, tokenizer=tokenizer)
-        self.max_length = 1000
-        self._script = tokenizer.encode(answer)
 
-    def _prefill(self, *_):
-        return types.SimpleNamespace(last_token=self._script[0], at=1)
 
-    def _plain_forward(self, state, *_):
-        run = tuple(self._script[state.at : state.at + 3])
+def generate(
+    tokenizer: Tokenizer,
+    answer: str,
+    prompt=USER["content"],
+    max_new_tokens=256,
+    stop_strings=(),
+    on_tokens=lambda index, new: None,
+    **chat_options,
+):
+    """The generation of a model that writes a given answer, three tokens at a time."""
+    rules = StopRules(tokenizer.stop_ids, tuple(stop_strings), max_new_tokens)
+    ids = Scripted(tokenizer).encode(prompt, **chat_options)
+    request = Request(0, ids, rules, tokenizer, DecodeStatistics(0, 0))
+    script, at = tokenizer.encode(answer), 0
+    while request.stop_reason is None:
+        run = script[at : at + 3] if at else script[:1]
         assert run, "the answer is at its end, and nothing stopped it"
-        return types.SimpleNamespace(at=state.at + 3), run
-
-
-def generate(tokenizer: Tokenizer, answer: str, prompt=USER["content"], **options):
-    [generation] = Scripted(tokenizer, answer).generate(
-        [prompt], selector="autoregressive", **options
-    )
-    return generation
+        on_tokens(0, request.emit(run))
+        at += len(run)
+    return request.generation()
 
 
 def test_a_generation_parts_its_text_from_its_reasoning(small):
@@ -231,7 +236,7 @@ def test_the_reasoning_effort_reaches_the_template(small):
 
 def test_a_setting_that_no_template_reads_is_refused(small, tmp_path):
     effort = {"chat_variables": {"reasoning_effort": "low"}}
-    engine = Scripted(small, "56")
+    engine = Scripted(small)
     with pytest.raises(UserError, match="enable_thinking: the chat template of .* knows no such"):
         engine.encode("7 * 8", chat_variables={"enable_thinking": False})
     for prompt, chat_flag in (("7 * 8", False), ([40, 41], None)):
@@ -239,7 +244,7 @@ def test_a_setting_that_no_template_reads_is_refused(small, tmp_path):
             engine.encode(prompt, chat_flag, **effort)
     write_standin(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
-    bare = Scripted(Tokenizer.from_directory(tmp_path), "56")
+    bare = Scripted(Tokenizer.from_directory(tmp_path))
     with pytest.raises(UserError, match="reasoning_effort: .* the prompt is not rendered"):
         bare.encode("7 * 8", **effort)
     with pytest.raises(UserError, match="has no chat template"):

@@ -17,6 +17,19 @@ def require_permission(scorer: Scorer, allow_code_execution: bool) -> None:
         )
 
 
+def score_one(
+    scorer: Scorer, problem: Problem, completion: str, *, allow_code_execution: bool = False
+) -> Score:
+    """Scores one completion; the scorer keeps what it holds, until it is closed.
+
+    Raises:
+      UserError: if permission is needed and not given.
+    """
+    require_permission(scorer, allow_code_execution)
+    answer = scorer.extract(problem, completion)
+    return _score(answer, None if answer is None else scorer.judge(problem, answer))
+
+
 def score(
     scorer: Scorer,
     pairs: Sequence[tuple[Problem, str]],
@@ -51,7 +64,8 @@ def score(
         scores = []
         try:
             for problem, answer in answers:
-                scores.append(_score(answer, verdicts.get((problem.id, answer))))
+                verdict = verdicts.get((problem.id, answer))
+                scores.append(_score(answer, verdict and verdict.result()))
                 done()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
@@ -59,10 +73,10 @@ def score(
     return scores
 
 
-def _score(answer: str | None, verdict: concurrent.futures.Future | None) -> Score:
+def _score(answer: str | None, verdict: tuple[bool, str] | None) -> Score:
     if verdict is None:
         return Score(False, None, "no answer found")
-    correct, reason = verdict.result()
+    correct, reason = verdict
     return Score(correct, answer, reason)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from acceptmoe_jax import selection
+from acceptmoe_jax import bootstrap, selection
 
 
 def committed(
@@ -136,10 +136,7 @@ def bootstrap_interval(
     resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """A percentile interval of the ratio `sum(parts) / sum(wholes)`, by the bootstrap.
-
-    Requests are drawn again, with replacement, not verifications: those of one request resemble
-    each other. (Efron & Tibshirani 1993, chapters 8 and 13.)
+    """A percentile interval of the ratio `sum(parts) / sum(wholes)`, by `bootstrap`.
 
     Args:
       parts, wholes: of each request, such as its kept and all picks, or its tokens and
@@ -157,13 +154,8 @@ def bootstrap_interval(
         raise ValueError("parts and wholes must hold one number a request, and one at least")
     if (wholes < 0).any() or not wholes.any():
         raise ValueError("wholes must not be negative, nor all 0")
-    rng = np.random.default_rng(seed)
-    drawn = rng.integers(0, len(parts), (resamples, len(parts)))
-    totals = wholes[drawn].sum(axis=1)
-    # A drawing of nothing but empty requests has no ratio.
-    ratios = parts[drawn].sum(axis=1)[totals > 0] / totals[totals > 0]
-    low, high = np.quantile(ratios, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+    requests = np.stack([parts, wholes], axis=-1)
+    return bootstrap.interval([requests], level=level, resamples=resamples, seed=seed)
 
 
 def _selected(logits, valid, top_k):
