@@ -6,9 +6,12 @@ All are for one sequence; a batch is `jax.vmap` over states, whose rows then sha
 experts.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from acceptmoe_jax.models import decoder
 from acceptmoe_jax.runtime import stages
@@ -21,7 +24,7 @@ from acceptmoe_jax.runtime.state import (
     Weights,
     empty_state,
 )
-from acceptmoe_jax.selection import Commitment, SelectorConfig
+from acceptmoe_jax.selection import Commitment, SelectionResult, SelectorConfig
 from acceptmoe_jax.speculation import GREEDY, DraftTree, SamplingConfig, keep_best
 from pallas_kernels.masked_expert_gemm import masked_expert_gemm
 
@@ -37,6 +40,7 @@ __all__ = [
     "draft",
     "empty_state",
     "forward",
+    "forward_choosing",
     "prefill_chunk",
     "speculative_round",
     "verify",
@@ -168,16 +172,37 @@ def forward(
 
     Its `moe` holds each MoE layer's counts, and what `record` asks for.
     """
-    use = setup.implementations
     commitment = stages.NO_COMMITMENT if commitment is None else commitment
 
-    def moe(layer, x, logits, bank):
+    def choose(layer, logits):
         override = None
         if eligible_override is not None:
             override = eligible_override[setup.target.moe_layers.index(layer)]
         chosen, counts = stages.choose_experts(
             setup, selector, block, commitment, logits, override=override
         )
+        return chosen, (counts, stages.layer_record(logits, chosen) if record else None)
+
+    return forward_choosing(setup, weights, state, block, choose)
+
+
+def forward_choosing(
+    setup: Setup,
+    weights: Weights,
+    state: DecodeState,
+    block: stages.Block,
+    choose: Callable[[int, Float[Array, "T E"]], tuple[SelectionResult, Any]],
+) -> decoder.Forward:
+    """As `forward`, with the experts that `choose` picks.
+
+    Args:
+      choose: from a MoE layer and its router logits to its experts, the weights of padded rows 0,
+        and what the layer's entry of `moe` is.
+    """
+    use = setup.implementations
+
+    def moe(layer, x, logits, bank):
+        chosen, told = choose(layer, logits)
         y = masked_expert_gemm(
             x,
             bank,
@@ -189,7 +214,7 @@ def forward(
             implementation=use.experts,
             interpret=use.interpret,
         )
-        return y, (counts, stages.layer_record(logits, chosen) if record else None)
+        return y, told
 
     return decoder.Decoder(setup.target, use.attention, use.interpret).apply(
         {"params": weights.target},
