@@ -31,12 +31,16 @@ def select(
     path_phat=None,
     admit=0,
 ):
-    """AcceptMoE for one block; `size` experts outside the anchor, or the effective rank."""
+    """AcceptMoE for one block; `size` experts outside the anchor, or the effective rank.
+
+    With `path_phat` pruning adds up weights of nodes instead of counts.
+    """
     logits = np.asarray(logits, np.float64)
     rows, experts = logits.shape
     natural = natural_experts(logits, top_k)
     probabilities = softmax(logits)
-    alpha, demand, assignments = np.zeros(rows), np.zeros(experts), np.zeros(experts, int)
+    alpha, demand, weighed = np.zeros(rows), np.zeros(experts), np.zeros(experts)
+    assignments = np.zeros(experts, int)
     for t in range(rows):
         if valid[t]:
             peers = sum(1 for s in range(rows) if valid[s] and depth[s] == depth[t])
@@ -46,6 +50,7 @@ def select(
             for e in natural[t]:
                 demand[e] += alpha[t] * probabilities[t, e]
                 assignments[e] += 1
+                weighed[e] += alpha[t]
     anchor = set(natural[0].tolist())
     others = [e for e in range(experts) if e not in anchor and demand[e] > 0]
     q = demand[others] / demand[others].sum() if others else np.zeros(0)
@@ -54,17 +59,19 @@ def select(
     added = descending(demand, others)[: rank if size is None else size]
     before = anchor | set(added)
     budget = int(sum(assignments[e] for e in range(experts) if e not in before))
+    cost = assignments if path_phat is None else weighed
     admitted, pruned = set(), set()
     if resident is not None:
         outside = [e for e in others if e not in before and resident[e]]
         admitted = set(descending(demand, outside)[:admit])
-        most = budget + sum(assignments[e] for e in admitted)
+        most = sum(cost[e] for e in range(experts) if e not in before)
+        most += sum(cost[e] for e in admitted)
         removable = [e for e in before if not resident[e]]
         if protect_anchor:
             removable = [e for e in removable if e not in anchor]
         spent = 0
         for e in sorted(removable, key=lambda e: (demand[e], e)):
-            spent += assignments[e]
+            spent += cost[e]
             if spent > most or len(before | admitted) - len(pruned) - 1 < top_k:
                 break
             pruned.add(e)
@@ -78,6 +85,7 @@ def select(
         alpha=alpha,
         demand=demand,
         assignments=assignments,
+        weighed=weighed,
         anchor=anchor,
         entropy=entropy,
         effective_rank_size=rank,

@@ -22,7 +22,7 @@ from acceptmoe_jax.selection import (
 )
 from acceptmoe_jax.selection.path_calibration import isotonic
 from tests import selection_oracle
-from tests.selection_blocks import block, members, select
+from tests.selection_blocks import block, compiled_select, mask_of, members, select
 
 PATH = PathTable(
     knots=((0.0,), (-3.0, -1.5, -0.25), (-6.0, -2.0)), rates=((1.0,), (0.01, 0.2, 0.8), (0.05, 0.5))
@@ -157,26 +157,72 @@ def test_a_flat_map_at_the_depths_share_weighs_as_the_depth_rule():
     by_depth = select(*arrays, config=SelectorConfig(top_k=3))
     by_path = select(*arrays, config=SelectorConfig(top_k=3, path=True), path_phat=path_phat)
     np.testing.assert_allclose(by_path.alpha, by_depth.alpha, rtol=1e-6)
-    assert members(by_path.eligible) == members(by_depth.eligible)
+    before = members(by_path.eligible_before_pruning)
+    assert before == members(by_depth.eligible_before_pruning)
 
 
+@pytest.mark.parametrize("admit", [0, 2])
 @pytest.mark.parametrize("policy", ["acceptmoe", "acceptmoe_fix"])
-def test_path_weighted_blocks_agree_with_the_reference_of_loops(policy):
-    config = SelectorConfig(policy=policy, top_k=3, budget=6, path=True, beta=0.8)
+def test_path_weighted_blocks_agree_with_the_reference_of_loops(policy, admit):
+    config = SelectorConfig(policy=policy, top_k=3, budget=6, path=True, beta=0.8, admit=admit)
     differ = 0
-    for seed in range(10):
+    for seed in range(15):
         arrays = block(seed)
         path_phat = np.random.default_rng(seed).uniform(0.01, 1, 17).astype(np.float32)
         size = 3 if policy == "acceptmoe_fix" else None
-        expect = selection_oracle.select(*arrays, top_k=3, beta=0.8, size=size, path_phat=path_phat)
+        settings = dict(top_k=3, beta=0.8, size=size, path_phat=path_phat, admit=admit)
+        expect = selection_oracle.select(*arrays, **settings)
         result = select(*arrays, config=config, path_phat=path_phat)
         np.testing.assert_allclose(result.alpha, expect["alpha"], rtol=1e-5)
         np.testing.assert_allclose(result.demand, expect["demand"], rtol=1e-5, atol=1e-6)
-        for name in ("eligible_before_pruning", "pruned", "eligible"):
+        for name in ("eligible_before_pruning", "admitted", "pruned", "eligible"):
             assert members(getattr(result, name)) == expect[name], (seed, name)
+        np.testing.assert_array_equal(result.assignments, expect["assignments"])
+        assert result.rerouting_budget == expect["rerouting_budget"], "counts, as without paths"
         by_depth = select(*arrays, config=dataclasses.replace(config, path=False))
         differ += members(by_depth.eligible) != expect["eligible"]
     assert differ > 2, "the weights must matter"
+
+
+def test_pruning_displaces_the_weight_of_nodes_and_not_their_number():
+    # By demand S = {0, 1, 2, 3}. Outside it is 4, the choice of one node that weighs 0.3; 2 is the
+    # choice of one of 0.8, and 3 of three that together weigh 0.27.
+    logits = np.full((6, 7), -9.0, np.float32)
+    logits[:, 0] = 3.0
+    for row, (second, logit) in enumerate([(1, 2), (2, 2), (3, 2), (3, 2), (3, 2), (4, -3)]):
+        logits[row, second] = logit
+    path_phat = np.array([1.0, 0.8, 0.09, 0.09, 0.09, 0.3], np.float32)
+    arrays = (logits, np.array([0, 1, 1, 1, 1, 1]), np.ones(6, bool), np.array([1.0, 0.5]))
+    counted = SelectorConfig(policy="acceptmoe_fix", top_k=2, budget=4, beta=1.0)
+    weighed = dataclasses.replace(counted, path=True)
+    for absent, by_count, by_weight in ((2, {2}, set()), (3, set(), {3})):
+        arguments = (*arrays, ~mask_of([absent], 7))
+        for config, pruned in ((counted, by_count), (weighed, by_weight)):
+            result = compiled_select(*arguments, config=config, path_phat=path_phat)
+            assert members(result.eligible_before_pruning) == {0, 1, 2, 3}
+            assert result.rerouting_budget == 1
+            assert members(result.pruned) == pruned
+
+
+@pytest.mark.parametrize("admit", [0, 2])
+def test_pruning_by_weight_keeps_its_promises(admit):
+    config = SelectorConfig(top_k=3, path=True, protect_anchor=False, admit=admit)
+    pruning = 0
+    for seed in range(15):
+        arrays = block(seed)
+        path_phat = np.random.default_rng(seed).uniform(0.01, 1, 17).astype(np.float32)
+        result = select(*arrays, config=config, path_phat=path_phat)
+        weight = np.zeros(14)
+        for row in np.flatnonzero(arrays[2]):
+            weight[result.natural_ids[row]] += path_phat[row] ** 0.5
+        before, eligible = np.asarray(result.eligible_before_pruning), np.asarray(result.eligible)
+        assert weight[~eligible].sum() <= 2 * weight[~before].sum() + 1e-5
+        assert eligible.sum() >= config.top_k
+        demand, pruned = np.asarray(result.demand), members(result.pruned)
+        order = sorted(members(before & ~arrays[-1]), key=lambda e: (demand[e], e))
+        assert pruned == set(order[: len(pruned)]), "a prefix in ascending demand"
+        pruning += bool(pruned)
+    assert pruning > 5, "the blocks must exercise pruning"
 
 
 def test_what_a_padded_node_scores_does_not_matter():

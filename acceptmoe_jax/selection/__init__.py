@@ -27,7 +27,7 @@ from acceptmoe_jax.selection.routing import (
     natural_routing,
     used_experts,
 )
-from acceptmoe_jax.selection.selector import SelectionResult, policy_set, select
+from acceptmoe_jax.selection.selector import SelectionResult, displacement, policy_set, select
 
 __all__ = [
     "POLICIES",
@@ -46,6 +46,7 @@ __all__ = [
     "dispatch",
     "dispatch_truncated",
     "displaced_assignments",
+    "displacement",
     "entropy",
     "expert_demand",
     "fit_path_commitment",

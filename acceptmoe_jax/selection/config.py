@@ -41,8 +41,9 @@ class SelectorConfig:
       mass: share of the residual demand that the size rule "mass" must cover.
       uniform: every valid node weighs 1 (the ablation without commitment weights).
       path: nodes weigh `path_phat^beta`, their own probability of commitment, instead of what
-        their depth weighs; gamma plays no part. "acceptmoe" and "acceptmoe_fix" only: the other
-        policies weigh no node.
+        their depth weighs; gamma plays no part. Pruning and admission then count a displaced
+        assignment by its node's weight instead of 1. "acceptmoe" and "acceptmoe_fix" only: the
+        other policies weigh no node.
       norm_topk_prob: as in the target's config.json. True: weights are a softmax over the chosen
         logits. False: they are the softmax over all experts, gathered.
       moe_spec_mode: "substitute" takes a row's best experts inside the set; "truncate" drops the

@@ -5,7 +5,7 @@ comparisons instead of sorts: at E = 128 that is one small elementwise block, an
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Real
 
 from acceptmoe_jax.selection.demand import descending_rank
 
@@ -30,10 +30,17 @@ def anchored_set(
 
 
 def displaced_assignments(
-    eligible: Bool[Array, "E"], assignments: Int[Array, "E"]
-) -> Int[Array, ""]:
-    """`a(S) = sum of v outside S`: natural assignments that forming S already rerouted."""
-    return jnp.where(eligible, 0, assignments).sum(dtype=jnp.int32)
+    eligible: Bool[Array, "E"], displacement: Real[Array, "E"]
+) -> Real[Array, ""]:
+    """`a(S) = sum of v outside S`: natural assignments that forming S already rerouted.
+
+    Args:
+      eligible: S.
+      displacement: of each expert: its natural assignments v, or by weight, from
+        `selector.displacement`. The sum is of the same kind.
+    """
+    outside = jnp.where(eligible, 0, displacement)
+    return outside.sum(dtype=outside.dtype)
 
 
 def admit(
@@ -54,22 +61,23 @@ def prune(
     eligible: Bool[Array, "E"],
     removable: Bool[Array, "E"],
     demand: Float[Array, "E"],
-    assignments: Int[Array, "E"],
-    budget: Int[Array, ""],
+    displacement: Real[Array, "E"],
+    budget: Real[Array, ""],
     top_k: int,
 ) -> Bool[Array, "E"]:
     """`D`, the experts to drop: the longest affordable prefix of the removable ones.
 
     `D` is the longest prefix of `removable` in ascending demand (ties: lower index first) whose
-    natural assignments add up to at most `budget` and that leaves `top_k` experts eligible. Both
-    conditions only tighten along the order, so testing each prefix by itself gives that prefix.
+    displacement (counts or weights, as the budget) adds up to at most `budget` and that leaves
+    `top_k` experts eligible. Both conditions only tighten along the order, rounded sums of weights
+    too, so testing each prefix by itself gives that prefix.
     """
     index = jnp.arange(demand.shape[0])
     not_after_EE = (demand[:, None] < demand[None, :]) | (
         (demand[:, None] == demand[None, :]) & (index[:, None] <= index[None, :])
     )
     prefix_EE = removable[:, None] & not_after_EE
-    prefix_assignments = jnp.where(prefix_EE, assignments[:, None], 0).sum(axis=0)
+    prefix_displacement = jnp.where(prefix_EE, displacement[:, None], 0).sum(axis=0)
     prefix_size = prefix_EE.sum(axis=0)
-    affordable = (prefix_assignments <= budget) & (eligible.sum() - prefix_size >= top_k)
+    affordable = (prefix_displacement <= budget) & (eligible.sum() - prefix_size >= top_k)
     return removable & affordable

@@ -6,11 +6,14 @@
 Only target verification is restricted; prefill and the draft route naturally. The method is
 lossy: acceptance is exact for the restricted target, which is not the unrestricted one. With more
 than one request, `jax.vmap` over the arrays gives each its own set.
+
+What pruning may displace is counted in assignments; where nodes weigh by their own paths, by the
+weight of each assignment's node (`displacement`).
 """
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Real
 
 from acceptmoe_jax.selection import demand as demand_lib, eligible as eligible_lib, routing
 from acceptmoe_jax.selection.config import SelectorConfig
@@ -33,9 +36,11 @@ class SelectionResult:
       entropy: of the demand outside the anchor, normalised; nats.
       effective_rank_size: experts that this demand is worth by the config's size rule.
       eligible_before_pruning: S, the policy's set.
-      rerouting_budget: a(S), natural assignments outside S; what pruning may displace again.
+      rerouting_budget: a(S), natural assignments outside S, a count under every policy; what
+        pruning may displace again, unless it goes by weight (`displacement`).
       admitted: R, experts outside S let back in for being resident; pruning may displace what
-        they take back as well, so that at most 2 a(S) are displaced in the end.
+        they take back as well, so that at most 2 a(S) are displaced in the end, or by weight
+        twice what weighs outside S.
       pruned: D, experts of S dropped for not being resident.
       eligible: S' = S + R - D, or the override.
       expert_ids: the experts each row is dispatched to.
@@ -125,11 +130,12 @@ def select(
     size = demand_lib.residual_size(q, config.size_rule, config.mass)
 
     before = policy_set(logits, valid, q, anchor, size, config)
-    budget = eligible_lib.displaced_assignments(before, assignments)
     admitted = _admitted(before, resident, demand, config)
-    spendable = budget + eligible_lib.displaced_assignments(~admitted, assignments)
+    cost = displacement(selected, alpha, assignments, config)
+    spendable = eligible_lib.displaced_assignments(before, cost)
+    spendable += eligible_lib.displaced_assignments(~admitted, cost)
     with_admitted = before | admitted
-    pruned = _pruned(with_admitted, resident, anchor, demand, assignments, spendable, config)
+    pruned = _pruned(with_admitted, resident, anchor, demand, cost, spendable, config)
     eligible = with_admitted & ~pruned
     scores = _scores(logits, natural_ids, valid, resident, config)
     if eligible_override is not None:
@@ -146,7 +152,7 @@ def select(
         entropy=demand_lib.entropy(q),
         effective_rank_size=size,
         eligible_before_pruning=before,
-        rerouting_budget=budget,
+        rerouting_budget=eligible_lib.displaced_assignments(before, assignments),
         admitted=admitted,
         pruned=pruned,
         eligible=eligible,
@@ -192,19 +198,42 @@ def policy_set(
     return eligible_lib.anchored_set(q, anchor, size, at_least)
 
 
+def displacement(
+    selected: Bool[Array, "T E"],
+    alpha: Float[Array, "T"],
+    assignments: Int[Array, "E"],
+    config: SelectorConfig,
+) -> Real[Array, "E"]:
+    """What rerouting all of an expert's natural assignments counts for in pruning and admission.
+
+    The paper's v, or under `config.weighs_paths` `w[e] = sum_t alpha[t] * sel[t, e]`, float32. A
+    set chosen by path leaves out many assignments of unlikely nodes; counted, they would let
+    pruning displace as many of likely ones.
+
+    Args:
+      selected: `sel`, from `selected_experts`.
+      alpha: weight of each node.
+      assignments: v.
+      config: the policy.
+    """
+    if not config.weighs_paths:
+        return assignments
+    return jnp.where(selected, alpha[:, None], 0.0).sum(axis=0)
+
+
 def _admitted(before, resident, demand, config):
     if resident is None or not config.admits:
         return jnp.zeros_like(before)
     return eligible_lib.admit(before, resident, demand, config.admit)
 
 
-def _pruned(before, resident, anchor, demand, assignments, budget, config):
+def _pruned(before, resident, anchor, demand, cost, budget, config):
     if resident is None or not config.prunes:
         return jnp.zeros_like(before)
     removable = before & ~resident
     if config.protect_anchor:
         removable &= ~anchor
-    return eligible_lib.prune(before, removable, demand, assignments, budget, config.top_k)
+    return eligible_lib.prune(before, removable, demand, cost, budget, config.top_k)
 
 
 def _scores(logits, natural_ids, valid, resident, config):

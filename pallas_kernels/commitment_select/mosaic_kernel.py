@@ -43,7 +43,7 @@ def kernel(refs, out, scratch, *, config, num_experts):
     experts = _Experts(logits_ref.shape[1], *scratch)
     blocks = [_Block(first, refs, experts) for first in range(0, logits_ref.shape[0], ROWS)]
 
-    demand = scores = experts.full(0.0)
+    demand = scores = weighed = experts.full(0.0)
     assignments = roots = experts.full(0)
     for block in blocks:
         logits = block.logits()
@@ -57,6 +57,8 @@ def kernel(refs, out, scratch, *, config, num_experts):
         shares = parts * _over_rows(alpha / block.total, logits.shape)
         demand += experts.sum(jnp.where(selected & possible, shares, 0.0))
         assignments += experts.sum(jnp.where(selected, 1, 0))
+        if config.weighs_paths:
+            weighed += experts.sum(jnp.where(selected, _over_rows(alpha, logits.shape), 0.0))
         if config.anchor and block.first == 0:
             roots = experts.sum(jnp.where(selected & (experts.row == 0), 1, 0))
         if config.policy == "moe_spec":
@@ -69,7 +71,6 @@ def kernel(refs, out, scratch, *, config, num_experts):
     entropy = selection.entropy(q)
     size = _residual_size(experts, q, entropy, config)
     before = _policy_set(experts, scores, q, anchor, size, config)
-    budget = selection.displaced_assignments(before, assignments)
     admitted = pruned = experts.full(0) > 0
     if resident_ref is not None and config.admits:
         outside = (experts.load(resident_ref) != 0) & ~before & (demand > 0)
@@ -80,10 +81,11 @@ def kernel(refs, out, scratch, *, config, num_experts):
         removable = before & (experts.load(resident_ref) == 0)
         if config.protect_anchor:
             removable &= ~anchor
-        spendable = budget + selection.displaced_assignments(~admitted, assignments)
-        pruned = _pruned(
-            experts, with_admitted, removable, demand, assignments, spendable, config.top_k
-        )
+        # As `selection.displacement`.
+        cost = weighed if config.weighs_paths else assignments
+        spendable = selection.displaced_assignments(before, cost)
+        spendable += selection.displaced_assignments(~admitted, cost)
+        pruned = _pruned(experts, with_admitted, removable, demand, cost, spendable, config.top_k)
     eligible = with_admitted & ~pruned
     if override_ref is not None:
         eligible = experts.load(override_ref) != 0
@@ -100,7 +102,7 @@ def kernel(refs, out, scratch, *, config, num_experts):
         plgpu.store(ref, values.astype(ref.dtype), optimized=False)
     out.entropy[...] = entropy
     out.effective_rank_size[...] = size
-    out.rerouting_budget[...] = budget
+    out.rerouting_budget[...] = selection.displaced_assignments(before, assignments)
 
     inside = experts.over_rows(jnp.where(eligible, 1, 0)) > 0
     uses = experts.full(0)
@@ -299,17 +301,23 @@ def _policy_set(experts, scores, q, anchor, size, config):
     return chosen if config.anchor else chosen | (rank < config.top_k)
 
 
-def _pruned(experts, eligible, removable, demand, assignments, budget, top_k):
+def _pruned(experts, eligible, removable, demand, displacement, budget, top_k):
     """As `selection.prune`: the longest affordable prefix in ascending demand."""
     spent = count = 0
-    cost = jnp.where(removable, assignments, -1)
+    # As bits, whose sign is the number's own: shared memory holds one vector of floats.
+    cost = _as_dtype(jnp.where(removable, displacement, -1), jnp.int32)
     for index, (theirs, costs), (mine, _) in experts.pairs(demand, cost):
         first = (theirs < mine) | ((theirs == mine) & (index <= experts.column))
         first &= costs >= 0
-        spent += jnp.where(first, costs, 0)
+        spent += jnp.where(first, _as_dtype(costs, displacement.dtype), 0)
         count += jnp.where(first, 1, 0)
     left = jnp.where(eligible, 1, 0).sum() - experts.sum(count)
     return removable & (experts.sum(spent) <= budget) & (left >= top_k)
+
+
+def _as_dtype(values, dtype):
+    """The same bits."""
+    return values if values.dtype == dtype else jax.lax.bitcast_convert_type(values, dtype)
 
 
 def _weights(block, highest, total, norm_topk_prob):

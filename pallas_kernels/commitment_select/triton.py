@@ -90,7 +90,6 @@ def _kernel(
     q = selection.residual_distribution(demand, anchor)
     size = selection.residual_size(q, config.size_rule, config.mass)
     before = axes.is_expert & selection.policy_set(logits, valid, q, anchor, size, config)
-    budget = selection.displaced_assignments(before, assignments)
     admitted = pruned = jnp.zeros_like(before)
     resident = None if resident_ref is None else axes.load_experts(resident_ref, True)
     if resident is not None and config.admits:
@@ -100,10 +99,10 @@ def _kernel(
         removable = before & ~resident
         if config.protect_anchor:
             removable &= ~anchor
-        spendable = budget + selection.displaced_assignments(~admitted, assignments)
-        pruned = selection.prune(
-            with_admitted, removable, demand, assignments, spendable, config.top_k
-        )
+        cost = selection.displacement(selected, alpha, assignments, config)
+        spendable = selection.displaced_assignments(before, cost)
+        spendable += selection.displaced_assignments(~admitted, cost)
+        pruned = selection.prune(with_admitted, removable, demand, cost, spendable, config.top_k)
     eligible = with_admitted & ~pruned
     if override_ref is not None:
         eligible = axes.load_experts(override_ref, False)
@@ -115,7 +114,7 @@ def _kernel(
     out.entropy[...] = selection.entropy(q)
     out.effective_rank_size[...] = size
     axes.store_experts(out.eligible_before_pruning, before)
-    out.rerouting_budget[...] = budget
+    out.rerouting_budget[...] = selection.displaced_assignments(before, assignments)
     axes.store_experts(out.admitted, admitted)
     axes.store_experts(out.pruned, pruned)
     axes.store_experts(out.eligible, eligible)
