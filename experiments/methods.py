@@ -47,6 +47,7 @@ METHODS: Mapping[str, Method] = types.MappingProxyType(
     | {
         "acceptmoe_no_pruning": _method("acceptmoe", prune=False),
         "acceptmoe_path": _method("acceptmoe", path=True),
+        "acceptmoe_path_no_pruning": _method("acceptmoe", path=True, prune=False),
         "acceptmoe_admit": _method("acceptmoe", admit=ADMIT),
         "acceptmoe_path_admit": _method("acceptmoe", path=True, admit=ADMIT),
         "evict": _method("native", evict=True),
