@@ -11,9 +11,9 @@ import pytest
 from acceptmoe_jax.runtime import programs, stages
 from acceptmoe_jax.runtime.recorded_blocks import record_blocks
 from acceptmoe_jax.selection import Commitment, SelectorConfig
-from experiments import jitted_evaluation
-from tests import pocket, selection_oracle, tiny_models
+from tests import pocket, programs as program_modules, selection_oracle, tiny_models
 
+jitted_evaluation = program_modules.imported("jitted_evaluation")
 TOP_K, EXPERTS = tiny_models.TARGET.top_k, tiny_models.TARGET.num_experts
 BUDGETS = jnp.asarray([5, 8, EXPERTS], jnp.int32)
 COMMITMENT = Commitment(jnp.asarray([1.0, 0.7, 0.5, 0.3], jnp.float32))

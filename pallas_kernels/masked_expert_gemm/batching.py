@@ -15,7 +15,7 @@ def batched(picks: Picks) -> Picks:
     """`picks`, which a vmap calls once with the rows of the whole batch.
 
     The experts used are then the union over the batch, each read once; a request's own picks are
-    computed as they are without the others. The bank must not be batched.
+    computed as they are without the others. The bank must not be batched. It has no derivative.
     """
     run = jax.custom_batching.custom_vmap(picks)
 
