@@ -41,12 +41,12 @@ demo:  ## decode with both pocket models, method beside method (at most 3 minute
 	.venv/bin/python -m experiments.generate $(call pocket,gpt-oss) $(DEMO_FLAGS) \
 		--selectors=autoregressive,native,acceptmoe --output_dir=runs/demo/gpt-oss
 
-test:  ## all tests but the slow ones (at most 12 minutes)
+test:  ## all tests but the slow ones (at most 15 minutes)
 	$(call environment,.venv,$(PYTHON),$(test_requirements))
 	$(call compiler,.venv)
 	.venv/bin/python -m pytest -m "$(fast)" $(parallel) $(PYTEST_ARGS)
 
-check: check-slow check-torch check-second  ## what is slow, in three parts (at most 40 minutes)
+check: check-slow check-torch check-second  ## what is slow, in three parts (at most 45 minutes)
 
 check-slow:  ## the tests marked slow
 	$(call environment,.venv,$(PYTHON),$(test_requirements))

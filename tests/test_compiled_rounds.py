@@ -8,7 +8,14 @@ from acceptmoe_jax.models.published import PUBLISHED
 from tests import pocket
 
 
-@pytest.mark.parametrize("target", PUBLISHED)
+# One of them is enough for every day.
+@pytest.mark.parametrize(
+    "target",
+    [
+        name if place == 0 else pytest.param(name, marks=pytest.mark.slow)
+        for place, name in enumerate(PUBLISHED)
+    ],
+)
 def test_a_whole_round_with_its_kernels_fits_the_gpus_it_is_meant_for(tmp_path, target):
     done = pocket.run_program(
         "kernel_report", f"--output_dir={tmp_path}", "--ops=", f"--targets={target}"
