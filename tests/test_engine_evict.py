@@ -62,3 +62,20 @@ def test_evict_is_refused_where_there_is_no_single_tree():
         engine.generate(["x"], selector="native", evict=CONFIG, batch_size=2)
     with pytest.raises(UserError, match="lengths"):
         EvictConfig(lengths=(16, 8))
+
+
+def test_other_lengths_are_measured_anew(monkeypatch):
+    engine, prompt = pocket.engine(), pocket.prompts(each=1)[0]
+    asked = []
+
+    def profile(run_round, nodes, config):
+        asked.append(config.lengths)
+        return CostTable((nodes,), (1.0,))
+
+    monkeypatch.setattr(decoding.evict, "profile", profile)
+    engine._evict_costs.clear()
+    for lengths in ((5,), (5,), (9,)):
+        config = EvictConfig(lengths=lengths)
+        engine.generate([prompt], selector="native", max_new_tokens=8, evict=config)
+    engine._evict_costs.clear()
+    assert asked == [(5,), (9,)]

@@ -63,7 +63,7 @@ class DecodingRun:
       commitment: for policies that weigh nodes.
       config: how to decode.
       dtype: of the caches.
-      costs: what EVICT has measured, by policy and cache rows; added to.
+      costs: what EVICT has measured, by policy, cache rows and settings; added to.
       on_tokens: called with a request's index and its new tokens after every forward.
       observe: called with a request's index and each of its verifications.
     """
@@ -210,7 +210,7 @@ class DecodingRun:
     def _costs_of(self, state, selector) -> CostTable:
         """What each length costs under this policy and with such caches; measured when first
         asked for, on a copy of the state."""
-        key = (selector, state.caches[0].k.shape[0])
+        key = (selector, state.caches[0].k.shape[0], self.config.sampling, self.config.evict)
         if key in self._costs:
             return self._costs[key]
         start = jax.device_get((state.length, state.last_token))
