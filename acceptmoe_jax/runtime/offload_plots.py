@@ -1,11 +1,12 @@
 """Figures of an offloaded run, as PNG."""
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+
+from acceptmoe_jax.figures import png
 
 
 def traffic_bars(summaries: Mapping[str, Mapping[str, Any]], where: str) -> bytes:
@@ -22,7 +23,7 @@ def traffic_bars(summaries: Mapping[str, Mapping[str, Any]], where: str) -> byte
     axes.bar_label(bars, fmt="%.2f")
     axes.set(ylabel="MB from host to device, a token", title=where)
     axes.title.set_fontsize("small")
-    return _png(figure)
+    return png(figure)
 
 
 def residency_timeline(
@@ -45,10 +46,4 @@ def residency_timeline(
         axis.set_title(method, fontsize="small", loc="left")
     axes[-1].set_xlabel("verification")
     figure.suptitle(f"Experts in the slots of the middle layer; {where}", fontsize="small")
-    return _png(figure)
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=100)
-    return buffer.getvalue()
+    return png(figure)

@@ -1,6 +1,5 @@
 """What a training run leaves beside its weights: `training.json` and `loss.png`."""
 
-import io
 import os
 import pathlib
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from acceptmoe_jax import reporting
+from acceptmoe_jax.figures import png
 from acceptmoe_jax.files import write_atomically, write_json
 
 
@@ -41,6 +41,4 @@ def loss_curve(records: list[dict[str, Any]]) -> bytes:
     axes.set(xlabel="step", ylabel="loss (nats)", yscale="log")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=100)
-    return buffer.getvalue()
+    return png(figure)
